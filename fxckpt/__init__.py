@@ -1,0 +1,37 @@
+"""fxckpt: train big PyTorch models in less memory by rewriting the training step's graph."""
+
+from fxckpt.config import VERSION as __version__
+from fxckpt.config import Offload
+from fxckpt.decide.layers import GradientCheckpointingLayer
+from fxckpt.decide.policy import Treatment, either, every_n, names
+from fxckpt.errors import (
+    BackendError,
+    CaptureError,
+    FxckptError,
+    NoLayersError,
+    SettingsError,
+    TransferError,
+    UnsupportedError,
+    VerifyError,
+)
+from fxckpt.transform import selected_layers, transform
+
+__all__ = [
+    "BackendError",
+    "CaptureError",
+    "FxckptError",
+    "GradientCheckpointingLayer",
+    "NoLayersError",
+    "Offload",
+    "SettingsError",
+    "TransferError",
+    "Treatment",
+    "UnsupportedError",
+    "VerifyError",
+    "__version__",
+    "either",
+    "every_n",
+    "names",
+    "selected_layers",
+    "transform",
+]

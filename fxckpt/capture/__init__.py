@@ -1,0 +1,1 @@
+"""Capture: mark what a transformed model runs, and find the regions in its joint graph."""

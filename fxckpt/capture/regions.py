@@ -1,0 +1,107 @@
+"""Regions: the calls of boundary layers in one captured graph.
+
+A region is ONE call: a layer called four times makes four regions. Dynamo keeps, for each node, the stack of module calls
+it was traced in; a node belongs to a region if the region's call stands in that stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from fxckpt import graph as G
+
+
+@dataclass(frozen=True)
+class BoundaryLayer:
+    """A module whose calls are regions.
+
+    Attributes:
+        name: its qualified name in the model.
+        index: its place among the model's boundary layers, in the order of ``model.modules()``.
+        module: the module.
+    """
+
+    name: str
+    index: int
+    module: nn.Module = field(repr=False, compare=False)
+
+
+@dataclass(eq=False)
+class Region:
+    """One call of a boundary layer in one captured graph.
+
+    Attributes:
+        index: place among the graph's regions, in order of first node.
+        layer: the layer called.
+        call: 0 for the layer's first call in this graph, 1 for its second, ...
+        nodes: the forward nodes traced in the call, nested regions' included, in graph order.
+        parent: the innermost region around this one, or None.
+    """
+
+    index: int
+    layer: BoundaryLayer
+    call: int
+    nodes: list[fx.Node] = field(default_factory=list, repr=False)
+    parent: Region | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The layer's name, with ``#k`` for its k-th further call."""
+        return self.layer.name + (f"#{self.call}" if self.call else "")
+
+
+def find_regions(
+    graph: fx.Graph, layers: Mapping[int, BoundaryLayer], root: nn.Module | None = None
+) -> list[Region]:
+    """All regions of a joint graph, in order of their first node.
+
+    Args:
+        graph: a joint forward and backward graph.
+        layers: boundary layers by the ``id()`` of their module.
+        root: the module whose own frame was captured, if known; where it is a boundary layer the whole graph is its call.
+
+    Returns:
+        Regions with at least one node; nested ones have `parent` set.
+    """
+    backward = G.backward_nodes(graph)
+    forward = [n for n in graph.nodes if n.op == "call_function" and n not in backward]
+    by_call: dict[tuple[int, int], Region] = {}
+    top = None
+    if root is not None and id(root) in layers and forward:
+        top = by_call[(id(root), 0)] = Region(0, layers[id(root)], 0)
+
+    chains: dict[fx.Node, tuple[Region, ...]] = {}
+    for node in forward:
+        chain = [top] if top else []
+        for ident, call, _path, _cls in G.module_stack(node):
+            if ident in layers and not (top and ident == id(root)):
+                key = (ident, call)
+                if key not in by_call:
+                    parent = chain[-1] if chain else None
+                    by_call[key] = Region(len(by_call), layers[ident], call, parent=parent)
+                chain.append(by_call[key])
+        chains[node] = tuple(chain)
+    _adopt_strays(forward, chains)
+    for node in forward:
+        for region in chains[node]:
+            region.nodes.append(node)
+    return [r for r in by_call.values() if r.nodes]
+
+
+def _adopt_strays(forward: list[fx.Node], chains: dict[fx.Node, tuple[Region, ...]]) -> None:
+    """Nodes that joint-graph passes made carry no stack: one that is fed from a region and only used in it is in it."""
+    stray = {n for n in forward if not G.module_stack(n) and not chains[n]}
+    fed: dict[fx.Node, tuple[Region, ...]] = {}
+    for node in forward:
+        if node in stray:
+            fed[node] = next((c for i in node.all_input_nodes if (c := fed.get(i) or chains.get(i))), ())
+    for node in reversed(forward):
+        if node not in stray or not fed[node]:
+            continue
+        users = [chains[u] for u in node.users if u in chains]
+        innermost = fed[node][-1]
+        if users and all(innermost in chain for chain in users):
+            chains[node] = fed[node]

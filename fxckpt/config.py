@@ -1,0 +1,142 @@
+"""Options: frozen dataclasses, checked on construction."""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from fxckpt.errors import SettingsError
+
+LayerSpec: TypeAlias = "type[nn.Module] | str | Callable[[str, nn.Module], bool]"
+"""One way to name boundary layers: a class, a name pattern such as ``"blocks.*"``, or ``(name, module) -> bool``."""
+
+VERSION = "0.1.0"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where boundary activations of recomputed regions go between the forward and the backward."""
+
+    to: Literal["cpu"] = "cpu"
+    """``"cpu"``: host memory, pinned where the activation comes from a CUDA device."""
+
+    def __post_init__(self) -> None:
+        if self.to == "disk":
+            raise SettingsError('offload to="disk" is not there yet; use offload=True for host memory.')
+        if self.to != "cpu":
+            raise SettingsError(f'Offload(to={self.to!r}): the place must be "cpu".')
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that ``transform`` was asked for. Equal settings give equal graphs, and equal :meth:`key`."""
+
+    every_n: int = 1
+    """Boundary layers 0, n, 2n, ... in the order of ``model.modules()`` are recomputed."""
+    offload: Offload | None = None
+    """Where boundary activations go, or None to leave them where they are."""
+    layers: tuple[LayerSpec, ...] | None = None
+    """Which modules are boundary layers; None means the ``GradientCheckpointingLayer`` instances."""
+    policy: Any = None
+    """A policy in place of ``every_n``; None means every n-th layer."""
+    verify: bool = False
+    """Check the graph invariants after every pass, in every captured graph."""
+    debug_dir: Path | None = field(default=None, compare=False)
+    """Folder for numbered graphs before and after each pass."""
+    enabled: bool = True
+    """False after ``gradient_checkpointing_disable()``: calls run as the original model's."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every_n, bool) or not isinstance(self.every_n, int) or self.every_n < 1:
+            raise SettingsError(f"every_n={self.every_n!r}: it must be a whole number of at least 1.")
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise SettingsError(f'offload={self.offload!r}: use False, True, "cpu" or fxckpt.Offload(...).')
+
+    def key(self) -> str:
+        """Text that names these settings and the version of fxckpt's own source, for compile caches."""
+        specs = None if self.layers is None else [_describe(s) for s in self.layers]
+        chosen = None if self.policy is None else _describe(self.policy)
+        text = f"n={self.every_n} offload={self.offload} layers={specs} policy={chosen}"
+        return f"{text} fxckpt={VERSION}+{source_hash()}"
+
+
+def make_settings(
+    *, every_n: int, offload: Any, layers: Any, policy: Any, verify: bool, debug_dir: str | Path | None
+) -> Settings:
+    """Settings from what a user passed to ``transform``.
+
+    Raises:
+        SettingsError: a value means nothing.
+    """
+    return Settings(
+        every_n=every_n,
+        offload=parse_offload(offload),
+        layers=_parse_layers(layers),
+        policy=policy,
+        verify=verify,
+        debug_dir=Path(debug_dir) if debug_dir is not None else None,
+    )
+
+
+def parse_offload(offload: Any) -> Offload | None:
+    """``False``/``None``, ``True``, a place's name, or an :class:`Offload` as the last or None.
+
+    Raises:
+        SettingsError: none of these.
+    """
+    if offload is None or offload is False:
+        return None
+    if offload is True:
+        return Offload()
+    if isinstance(offload, str):
+        return Offload(to=offload)  # type: ignore[arg-type]
+    if isinstance(offload, Offload):
+        return offload
+    raise SettingsError(f'offload={offload!r}: use False, True, "cpu" or fxckpt.Offload(...).')
+
+
+def _parse_layers(layers: Any) -> tuple[LayerSpec, ...] | None:
+    if layers is None:
+        return None
+    specs = tuple(layers) if isinstance(layers, (list, tuple, set, frozenset)) else (layers,)
+    if not specs:
+        raise SettingsError("layers=[] names no layer; leave it out or name at least one class, pattern or predicate.")
+    for spec in specs:
+        if isinstance(spec, type) and not issubclass(spec, nn.Module):
+            raise SettingsError(f"layers: {spec.__name__} is not a subclass of torch.nn.Module.")
+        if not isinstance(spec, str) and not callable(spec):
+            raise SettingsError(
+                f"layers: {spec!r} is neither a module class, a name pattern, nor a predicate (name, module) -> bool."
+            )
+    return specs
+
+
+def _describe(spec: Any) -> str:
+    if isinstance(spec, str):
+        return repr(spec)
+    if isinstance(spec, type):
+        return f"{spec.__module__}.{spec.__qualname__}"
+    code = getattr(spec, "__code__", None)
+    if code is not None:  # a predicate: its code and what it closes over
+        cells = [repr(c.cell_contents) for c in (spec.__closure__ or ())]
+        body = marshal.dumps(code) + repr(cells).encode()
+        return f"{spec.__qualname__}:{hashlib.sha256(body).hexdigest()[:16]}"
+    return repr(spec)
+
+
+@cache
+def source_hash() -> str:
+    """Hash of fxckpt's own source files: a changed pass never meets a cache entry of the old one."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

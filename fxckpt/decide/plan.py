@@ -1,0 +1,281 @@
+"""The plan: a policy applied to one joint graph.
+
+``make_plan`` tags the graph's forward values (see :class:`fxckpt.graph.Kind`) and returns the same as frozen data. It
+decides only; ``rewrite`` obeys the tags, and a graph without tags is left as it is.
+
+Rules, in the order they are applied to a recomputed region:
+
+1. A value read by the region but made outside is a *boundary activation*, and saved. Of a chain of views the tensor that
+   owns the storage is saved, once, unless a view shows only a part of it.
+2. If such a value does not depend on a parameter (masks, rotary tables, position ids) and is cheap to recompute from graph
+   inputs that are smaller, it is recomputed instead.
+3. A value of the region that is read outside it (by the forward, or as a graph output) is never recomputed.
+4. All other values of the region are its interior: recomputed, never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxckpt import graph as G
+from fxckpt.capture.regions import Region
+from fxckpt.decide.cost import is_cheap
+from fxckpt.decide.policy import Treatment
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A boundary activation.
+
+    Attributes:
+        name: name of its transfer, such as ``layers_3_input``.
+        node: name of its node in the joint and forward graph.
+        shape: sizes, as traced.
+        dtype: element type.
+        nbytes: bytes of its elements.
+        source: the source line that made it.
+        regions: names of the recomputed regions that start from it.
+        offload: whether it leaves device memory between forward and backward.
+    """
+
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    source: str
+    regions: tuple[str, ...]
+    offload: bool
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """What becomes of one region.
+
+    Attributes:
+        name: the layer's name, with ``#k`` for a further call.
+        layer: the layer's name.
+        call: which call of the layer in this graph.
+        treatment: what the policy chose.
+        inside: name of the recomputed region around it, which then decides, or None.
+    """
+
+    name: str
+    layer: str
+    call: int
+    treatment: Treatment
+    inside: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy applied to one graph."""
+
+    regions: tuple[RegionPlan, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any region is recomputed."""
+        return any(r.treatment is Treatment.RECOMPUTE for r in self.regions)
+
+
+@dataclass
+class _Draft:
+    """Working state of one planning run."""
+
+    owner: dict[fx.Node, Region]
+    backward: set[fx.Node]
+    parametric: set[fx.Node]
+    outputs: set[fx.Node]
+    offload: bool
+    readers: dict[fx.Node, list[Region]] = field(default_factory=dict)
+    exits: set[fx.Node] = field(default_factory=set)
+    free: set[fx.Node] = field(default_factory=set)
+
+
+def make_plan(
+    graph: fx.Graph,
+    regions: Sequence[Region],
+    treatments: Mapping[str, Treatment],
+    *,
+    parameters: set[fx.Node],
+    num_forward_outputs: int,
+    offload: bool,
+) -> Plan:
+    """Tag `graph` and say what was decided.
+
+    Args:
+        graph: the joint graph.
+        regions: its regions.
+        treatments: by layer name; layers that are missing are kept.
+        parameters: the placeholders that are parameters of the model.
+        num_forward_outputs: how many of the graph's outputs are the forward's.
+        offload: whether boundary activations leave device memory.
+    """
+    owner = _owners(regions, treatments)
+    region_plans = tuple(
+        RegionPlan(r.name, r.layer.name, r.call, treatments.get(r.layer.name, Treatment.KEEP), _inside(r, treatments))
+        for r in regions
+    )
+    if not owner:
+        return Plan(region_plans)
+    backward = G.backward_nodes(graph)
+    outputs = {n for n in G.output_args(graph)[:num_forward_outputs] if isinstance(n, fx.Node)}
+    draft = _Draft(owner, backward, _dependents(graph, parameters), outputs, offload)
+    _find_exits(draft)
+    _find_entries(draft)
+    boundaries = _name_boundaries(draft, {r.name for r in regions})
+    _tag_all(draft, boundaries)
+    return Plan(region_plans, tuple(b for b, _ in boundaries.values()))
+
+
+def _outermost(region: Region, treatments: Mapping[str, Treatment]) -> Region | None:
+    found, step = None, region
+    while step is not None:
+        if treatments.get(step.layer.name) is Treatment.RECOMPUTE:
+            found = step
+        step = step.parent  # type: ignore[assignment]
+    return found
+
+
+def _inside(region: Region, treatments: Mapping[str, Treatment]) -> str | None:
+    around = _outermost(region, treatments)
+    return None if around is None or around is region else around.name
+
+
+def _owners(regions: Sequence[Region], treatments: Mapping[str, Treatment]) -> dict[fx.Node, Region]:
+    """For each node of a recomputed region, the outermost recomputed region it is in."""
+    owner: dict[fx.Node, Region] = {}
+    for region in regions:
+        around = _outermost(region, treatments)
+        if around is not None:
+            for node in region.nodes:
+                owner.setdefault(node, around)
+    return owner
+
+
+def _dependents(graph: fx.Graph, sources: set[fx.Node]) -> set[fx.Node]:
+    found = set(sources)
+    for node in graph.nodes:
+        if node.op == "call_function" and any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _find_exits(draft: _Draft) -> None:
+    """Values of a recomputed region that something outside it reads."""
+    for node, region in draft.owner.items():
+        read = node in draft.outputs or any(
+            u not in draft.backward and u.op == "call_function" and draft.owner.get(u) is not region for u in node.users
+        )
+        if read and G.tensor(node) is not None:
+            draft.exits.add(node if G.is_partial_view(node) else _owned(node))
+
+
+def _owned(node: fx.Node) -> fx.Node:
+    """The node to save in place of a view: its base, or `node` where the base is no value of the forward."""
+    base = G.view_base(node)
+    return base if base.op == "call_function" and G.tensor(base) is not None else node
+
+
+def _find_entries(draft: _Draft) -> None:
+    """Values that recomputed regions read from outside, as boundaries (rule 1) or free (rule 2)."""
+    partial: list[tuple[fx.Node, Region]] = []
+    for node, region in draft.owner.items():
+        for read in node.all_input_nodes:
+            if draft.owner.get(read) is region or read.op != "call_function" or read in draft.backward:
+                continue
+            if G.tensor(read) is None or G.view_base(read).op != "call_function":
+                continue
+            if read not in draft.parametric:
+                _try_free(draft, read)
+                if read in draft.free:
+                    continue
+            if G.is_partial_view(read):
+                partial.append((read, region))
+            else:
+                _add_reader(draft, _owned(read), region)
+    for read, region in partial:  # a part of something that is saved anyway is not saved once more
+        base = _owned(read)
+        _add_reader(draft, base if base in draft.readers or base in draft.exits else read, region)
+
+
+def _add_reader(draft: _Draft, node: fx.Node, region: Region) -> None:
+    readers = draft.readers.setdefault(node, [])
+    if region not in readers:
+        readers.append(region)
+
+
+def _try_free(draft: _Draft, value: fx.Node) -> None:
+    closure = G.walk_inputs([value], lambda n: n.op == "call_function" and n not in draft.free)
+    if not all(is_cheap(n) for n in closure):
+        return
+    sources = {i for n in closure for i in n.all_input_nodes if i.op == "placeholder" and G.tensor(i) is not None}
+    if sum(G.nbytes(s) for s in sources) < max(G.nbytes(value), 1):
+        draft.free |= closure
+
+
+def _name_boundaries(draft: _Draft, region_names: set[str]) -> dict[fx.Node, tuple[Boundary, G.Tag]]:
+    """Boundary and tag of each value that is saved at the edge of a recomputed region, in graph order."""
+    prefix = _common_prefix({name.partition("#")[0] for name in region_names})
+    used: dict[str, int] = {}
+    made: dict[fx.Node, tuple[Boundary, G.Tag]] = {}
+    for node in sorted(draft.readers, key=lambda n: (min(r.index for r in draft.readers[n]), n)):
+        readers = draft.readers[node]
+        stem = transfer_name(readers[0], prefix)
+        count = used[stem] = used.get(stem, -1) + 1
+        name = f"{stem}_{count}" if count else stem
+        moves = draft.offload and node in draft.parametric and not _aliases_output(draft, node)
+        val = G.tensor(node)
+        assert val is not None
+        shape = tuple(G.hint(s) for s in val.shape)
+        boundary = Boundary(
+            name, node.name, shape, val.dtype, G.nbytes(node), G.source_line(node), tuple(r.name for r in readers), moves
+        )
+        made[node] = boundary, G.Tag(G.Kind.BOUNDARY, tuple(r.index for r in readers), name, moves)
+    return made
+
+
+def _aliases_output(draft: _Draft, node: fx.Node) -> bool:
+    base = G.view_base(node)
+    return any(G.view_base(out) is base for out in draft.outputs)
+
+
+def _common_prefix(names: set[str]) -> int:
+    """How many leading parts all names share, short of the last two."""
+    parts = [n.split(".") for n in names]
+    shared = 0
+    while all(len(p) > shared + 2 for p in parts) and len({p[shared] for p in parts}) == 1:
+        shared += 1
+    return shared
+
+
+def transfer_name(region: Region, shared_prefix: int) -> str:
+    """``layers_3_input`` for ``model.layers.3``, ``layers_3_call1_input`` for its second call."""
+    parts = region.layer.name.split(".")[shared_prefix:]
+    call = f"_call{region.call}" if region.call else ""
+    return "_".join(parts).replace("-", "_") + call + "_input"
+
+
+def _tag_all(draft: _Draft, boundaries: Mapping[fx.Node, tuple[Boundary, G.Tag]]) -> None:
+    for node, (_, tag) in boundaries.items():
+        G.set_tag(node, tag)
+    for node in draft.exits:
+        if G.tag(node) is None:
+            G.set_tag(node, G.Tag(G.Kind.BOUNDARY, (draft.owner[node].index,) if node in draft.owner else ()))
+    for node in draft.free:
+        if G.tag(node) is None:
+            G.set_tag(node, G.Tag(G.Kind.FREE))
+    for node, region in draft.owner.items():
+        if G.tag(node) is None and not G.keeps_saved(node):
+            G.set_tag(node, G.Tag(G.Kind.INTERIOR, (region.index,)))
+    for node, region in draft.owner.items():  # views, outside the region, of what is saved for it
+        for read in node.all_input_nodes:
+            while G.is_view(read) and G.tag(read) is None and read.op == "call_function":
+                G.set_tag(read, G.Tag(G.Kind.FREE))
+                read = read.args[0]  # type: ignore[assignment]

@@ -1,0 +1,218 @@
+"""The one ordered list of passes, and the record that a run of it leaves.
+
+    regions        capture   find the calls of boundary layers
+    plan           decide    tag values: interior, boundary, free
+    copy_inputs    rewrite   recomputed values read inputs as they were before the step changed them
+    tags           rewrite   turn our tags into the partitioner's
+    partition      rewrite   PyTorch's min-cut partitioner: joint graph -> forward graph, backward graph
+    transfers      rewrite   offload in the forward, reload in the backward
+
+Each pass works on the graphs in place, states what it needs and leaves in its docstring, and is followed by the verifier
+when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import fx, nn
+
+from fxckpt import graph as G
+from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
+from fxckpt.config import Settings
+from fxckpt.decide.plan import Plan, make_plan
+from fxckpt.decide.policy import Treatment
+from fxckpt.rewrite.obey import copy_changed_inputs, tell_partitioner
+from fxckpt.rewrite.offload import insert_transfers
+from fxckpt.rewrite.verify import verify_joint, verify_partition
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+Dump = Callable[[str, str, "fx.GraphModule | None"], None]
+"""``dump(pass name, which graph, graph module)``."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a captured graph is to become.
+
+    Attributes:
+        settings: what the user asked for.
+        layers: boundary layers by the ``id()`` of their module.
+        treatments: what becomes of each, by name.
+        parameters: for each of the graph's inputs, whether it is a parameter.
+        mutated: for each of the graph's inputs, whether the step changes it.
+        root: the module whose frame was captured, if known.
+        dump: writes a graph for debugging, or None.
+    """
+
+    settings: Settings
+    layers: Mapping[int, BoundaryLayer]
+    treatments: Mapping[str, Treatment]
+    parameters: tuple[bool, ...] = ()
+    mutated: tuple[bool, ...] = ()
+    root: nn.Module | None = None
+    dump: Dump | None = None
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """One captured and rewritten graph.
+
+    Attributes:
+        forward: the rewritten forward graph; outputs are the model's, then the values saved for backward.
+        backward: the rewritten backward graph; inputs are the saved values, then the gradients of the outputs.
+        joint: the captured joint graph before any pass.
+        regions: the calls of boundary layers found in it.
+        plan: what was decided for each.
+        num_forward_outputs: how many of the forward graph's outputs are the model's.
+        transfers: names of the boundary activations that are offloaded.
+        seconds: time of each pass, in seconds.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    joint: fx.GraphModule = field(repr=False)
+    regions: tuple[Region, ...]
+    plan: Plan
+    num_forward_outputs: int
+    transfers: tuple[str, ...]
+    seconds: Mapping[str, float] = field(repr=False)
+
+    @property
+    def saved(self) -> list[fx.Node]:
+        """Nodes of the forward graph that are saved for backward, in order; sizes included."""
+        found = G.output_args(self.forward.graph)[self.num_forward_outputs :]
+        return [n for n in found if isinstance(n, fx.Node)]
+
+
+@dataclass
+class _Run:
+    """The values passed from pass to pass."""
+
+    request: Request
+    joint: fx.GraphModule
+    inputs: Any
+    kwargs: dict[str, Any]
+    partition: Partition
+    regions: list[Region] = field(default_factory=list)
+    plan: Plan = field(default_factory=Plan)
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+    transfers: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_forward_outputs(self) -> int:
+        return int(self.kwargs["num_fwd_outputs"])
+
+    def inputs_where(self, flags: tuple[bool, ...]) -> list[fx.Node]:
+        nodes = [n for n in G.placeholders(self.joint.graph) if not G.is_tangent(n)]
+        return [n for n, flag in zip(nodes, flags, strict=False) if flag]
+
+
+def _regions(run: _Run) -> None:
+    run.regions = find_regions(run.joint.graph, run.request.layers, run.request.root)
+
+
+def _plan(run: _Run) -> None:
+    run.plan = make_plan(
+        run.joint.graph,
+        run.regions,
+        run.request.treatments,
+        parameters=set(run.inputs_where(run.request.parameters)),
+        num_forward_outputs=run.num_forward_outputs,
+        offload=run.request.settings.offload is not None,
+    )
+
+
+def _copy_inputs(run: _Run) -> None:
+    copy_changed_inputs(run.joint.graph, run.inputs_where(run.request.mutated))
+
+
+def _tags(run: _Run) -> None:
+    tell_partitioner(run.joint.graph)
+
+
+def _partition(run: _Run) -> None:
+    run.joint.recompile()
+    run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
+
+
+def _transfers(run: _Run) -> None:
+    assert run.forward is not None and run.backward is not None
+    run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs)
+
+
+PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
+    ("regions", _regions),
+    ("plan", _plan),
+    ("copy_inputs", _copy_inputs),
+    ("tags", _tags),
+    ("partition", _partition),
+    ("transfers", _transfers),
+)
+
+
+def rewrite(
+    partition: Partition, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], request: Request
+) -> tuple[fx.GraphModule, fx.GraphModule, GraphRecord]:
+    """Run all passes on a joint graph.
+
+    Args:
+        partition: PyTorch's partitioner, ``(joint, inputs, **kwargs) -> (forward, backward)``.
+        joint: the joint graph; changed in place.
+        inputs: its inputs, for the partitioner.
+        kwargs: the partitioner's options; ``num_fwd_outputs`` is among them.
+        request: what is to be done.
+
+    Returns:
+        Forward graph, backward graph, and the record of what was done (with copies of both).
+
+    Raises:
+        VerifyError: with ``verify=True``, a pass broke an invariant.
+    """
+    run = _Run(request, joint, inputs, dict(kwargs), partition)
+    before = G.snapshot(joint)
+    dump = partial(_dump, run)
+    dump("captured")
+    for name, step in PASSES:
+        start = time.perf_counter()
+        step(run)
+        run.seconds[name] = time.perf_counter() - start
+        if request.settings.verify:
+            _verify(run, name)
+        dump(name)
+    assert run.forward is not None and run.backward is not None
+    record = GraphRecord(
+        G.snapshot(run.forward),
+        G.snapshot(run.backward),
+        before,
+        tuple(run.regions),
+        run.plan,
+        run.num_forward_outputs,
+        tuple(run.transfers),
+        run.seconds,
+    )
+    return run.forward, run.backward, record
+
+
+def _verify(run: _Run, after: str) -> None:
+    where = f"after pass {after!r}"
+    if run.forward is None or run.backward is None:
+        verify_joint(run.joint.graph, where)
+    else:
+        verify_partition(run.forward, run.backward, run.num_forward_outputs, where)
+
+
+def _dump(run: _Run, after: str) -> None:
+    if run.request.dump is None:
+        return
+    if run.forward is None:
+        run.request.dump(after, "joint", run.joint)
+    else:
+        run.request.dump(after, "forward", run.forward)
+        run.request.dump(after, "backward", run.backward)

@@ -1,0 +1,67 @@
+"""Passes on the joint graph: turn the plan's tags into what PyTorch's partitioner understands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxckpt import graph as G
+
+_RECOMPUTED = (G.Kind.INTERIOR, G.Kind.FREE)
+
+
+def copy_changed_inputs(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
+    """Let recomputed values read inputs that the step changes (running statistics, counters) as they were before.
+
+    The forward writes such an input in place at its end; the backward would read the new value. Recomputed values
+    read a copy instead, which is saved.
+
+    Needs: tags. Leaves: tag STATE on the copies.
+    """
+    for source in changed:
+        readers = [u for u in source.users if (t := G.tag(u)) is not None and t.kind in _RECOMPUTED]
+        if not readers:
+            continue
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            copied = graph.call_function(torch.ops.aten.clone.default, (source,))
+        G.set_value(copied, _fake_clone(source))
+        G.copy_provenance(source, copied)
+        G.set_tag(copied, G.Tag(G.Kind.STATE))
+        for reader in readers:
+            reader.replace_input_with(source, copied)
+
+
+def _fake_clone(source: fx.Node) -> torch.Tensor:
+    val = G.tensor(source)
+    assert val is not None
+    with val.fake_mode:  # type: ignore[attr-defined]
+        return val.clone()
+
+
+def tell_partitioner(graph: fx.Graph) -> None:
+    """Give each tagged node the partitioner's own recompute tag.
+
+    Nodes without a tag of ours keep what they carry, such as the tags of a module's own ``torch.utils.checkpoint`` calls.
+
+    Needs: tags. Leaves: partitioner tags, and no tag of ours changed.
+    """
+    for node in graph.nodes:
+        tag = G.tag(node)
+        if tag is None or node.op != "call_function":
+            continue
+        if tag.kind in _RECOMPUTED:
+            if _runs_once(node):
+                continue
+            G.set_policy(node, CheckpointPolicy.MUST_RECOMPUTE)
+        else:
+            G.set_policy(node, CheckpointPolicy.MUST_SAVE)
+
+
+def _runs_once(node: fx.Node) -> bool:
+    """Nodes that may not run twice: they change an input, or make a size from data."""
+    mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutates or G.binds_unbacked_symbol(node)

@@ -1,0 +1,1 @@
+"""Runtime: the transfer operators, and plain execution of rewritten graphs."""

@@ -1,0 +1,286 @@
+"""The one module that reaches PyTorch's private parts; a new PyTorch release breaks this place or none.
+
+Each function says what it stands on. Written for torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch._aot_autograd.graph_compile as _graph_compile
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = [
+    "JointCapture",
+    "aot_backend",
+    "boxed",
+    "captured_root_module",
+    "compile_frame",
+    "frame_evaluation_paused",
+    "install_partition_hook",
+    "is_cache_hit",
+    "min_cut_rematerialization_partition",
+    "run_natively",
+    "set_eval_frame",
+    "user_backend",
+]
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+# --- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+def run_natively(function: Callable[..., Any]) -> None:
+    """Make Dynamo run `function`'s own frame as plain Python, and still look at the frames it calls.
+
+    A call of it inside a frame that Dynamo is tracing is inlined as usual.
+    """
+    skip_code(function.__code__)
+
+
+@contextlib.contextmanager
+def frame_evaluation_paused() -> Iterator[Any]:
+    """Within this context Dynamo looks at no frame; gives the callback that was active (None or False: none)."""
+    callback = set_eval_frame(None)
+    try:
+        yield callback
+    finally:
+        set_eval_frame(callback)
+
+
+@dataclass(frozen=True)
+class UserBackend:
+    """What the active ``torch.compile`` call was given.
+
+    Attributes:
+        compile: the backend, a callable ``(gm, example_inputs) -> callable``.
+        fullgraph: whether a graph break is an error.
+        recompile_limit: its own recompile limit, or None.
+    """
+
+    compile: Callable[..., Any]
+    fullgraph: bool
+    recompile_limit: int | None
+
+
+def user_backend(callback: Any) -> UserBackend | None:
+    """The backend behind Dynamo's frame evaluation callback; None outside ``torch.compile``."""
+    if not callable(callback):
+        return None
+    fullgraph, limit, step = False, None, callback
+    while hasattr(step, "_torchdynamo_orig_backend"):
+        if isinstance(step, ConvertFrameAssert):
+            fullgraph = step._one_graph
+        limit = getattr(step, "_recompile_limit", None) or limit
+        step = step._torchdynamo_orig_backend
+    return UserBackend(innermost_backend(callback), fullgraph, limit)
+
+
+def compile_frame(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    recompile_limit: int | None = None,
+) -> Callable[..., Any]:
+    """`function` compiled by Dynamo with `backend`; `dynamic` as in ``torch.compile``."""
+    options: dict[str, Any] = {"nopython": fullgraph, "dynamic": dynamic}
+    if recompile_limit is not None:
+        options["recompile_limit"] = recompile_limit
+    compiled: Callable[..., Any] = torch._dynamo.optimize(backend, **options)(function)
+    return compiled
+
+
+@contextlib.contextmanager
+def recompile_limit_is_error() -> Iterator[None]:
+    """Within this context Dynamo raises where it would give up compiling a frame and run it plainly."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def captured_root_module() -> nn.Module | None:
+    """The module whose frame Dynamo is compiling right now (``self`` of the frame), if it is one.
+
+    Reads the ``OutputGraph`` on the Python stack: a layer called after a graph break is the root of its own graph and
+    stands in no node's module stack.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "OutputGraph" and hasattr(owner, "root_tx"):
+            root = getattr(owner.root_tx, "f_locals", {}).get("self")
+            return root if isinstance(root, nn.Module) else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+# --- AOTAutograd ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JointCapture:
+    """A joint graph on its way into the partitioner.
+
+    Attributes:
+        inputs: the flat inputs (fake tensors), in the order of the graph's first placeholders.
+        parameters: for each input, whether it is a module's parameter.
+        mutated: for each input, whether the step changes its data.
+    """
+
+    inputs: Sequence[Any]
+    parameters: tuple[bool, ...]
+    mutated: tuple[bool, ...]
+
+
+PartitionHook = Callable[[fx.GraphModule, JointCapture], "Callable[[Partition, fx.GraphModule, Any, dict[str, Any]], Any] | None"]
+"""``hook(joint graph, capture)`` gives None to leave the graph alone, or ``rewrite(partition, gm, inputs, kwargs)``."""
+
+_original_stage = _graph_compile._aot_stage2a_partition
+_hook: PartitionHook | None = None
+
+
+def install_partition_hook(hook: PartitionHook) -> None:
+    """Let `hook` see every joint graph before AOTAutograd partitions it, whatever the backend.
+
+    Wraps ``_aot_stage2a_partition``, the one step all AOTAutograd backends share. Graphs for which the hook returns
+    None go their ordinary way.
+    """
+    global _hook
+    _hook = hook
+    _graph_compile._aot_stage2a_partition = _partition_stage
+
+
+@functools.wraps(_original_stage)
+def _partition_stage(
+    fx_g: fx.GraphModule, joint_inputs: Any, subclass_meta: Any, fw_metadata: Any, aot_config: Any, *rest: Any
+) -> Any:
+    partition: Partition = rest[0] if rest else aot_config.partition_fn
+    rewrite = _hook(fx_g, _describe_capture(joint_inputs, fw_metadata, aot_config)) if _hook else None
+    if rewrite is None:
+        return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, *rest)
+
+    def replaced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        if is_inductor_partition(partition):
+            owner = _InductorPartitioner(rewrite, inductor_config.custom_partitioner_fn)
+            with inductor_config.patch(custom_partitioner_fn=owner):
+                return partition(gm, inputs, **kwargs)
+        return rewrite(min_cut_rematerialization_partition, gm, inputs, kwargs)
+
+    if rest:
+        return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, replaced, *rest[1:])
+    aot_config.partition_fn = replaced  # torch 2.11 keeps the partitioner in the config
+    try:
+        return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config)
+    finally:
+        aot_config.partition_fn = partition
+
+
+def is_inductor_partition(partition: Partition) -> bool:
+    """Whether `partition` is Inductor's own partition step (its joint-graph passes, then a partitioner)."""
+    inner = partition
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return getattr(inner, "__module__", "") == "torch._inductor.compile_fx"
+
+
+class _InductorPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """Stands in Inductor's config for the length of one partition step, after its joint-graph passes."""
+
+    def __init__(self, rewrite: Callable[..., Any], previous: Any) -> None:
+        self.rewrite = rewrite
+        self.previous = previous
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        partition = self.previous or min_cut_rematerialization_partition
+        return self.rewrite(partition, gm, joint_inputs, kwargs)
+
+    def uuid(self) -> Any:
+        return None
+
+
+def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any) -> JointCapture:
+    inputs = list(joint_inputs[0] if isinstance(joint_inputs, tuple) else joint_inputs)
+    sources = aot_config.aot_autograd_arg_pos_to_source or []
+    static = set(fw_metadata.static_input_indices or ())
+    parameters = []
+    for i, item in enumerate(inputs):
+        if i < len(sources):
+            parameters.append("_parameters[" in _source_name(sources[i]))
+        else:  # not from Dynamo: inputs that live as long as the model
+            parameters.append(isinstance(item, nn.Parameter) or i in static)
+    info = fw_metadata.input_info
+    mutated = [i < len(info) and bool(info[i].mutates_data) for i in range(len(inputs))]
+    return JointCapture(inputs, tuple(parameters), tuple(mutated))
+
+
+def _source_name(source: Any) -> str:
+    name = source.name  # a method up to torch 2.9, a property since
+    return str(name() if callable(name) else name)
+
+
+def aot_backend(
+    forward: Callable[..., Any], backward: Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Any:
+    """Trace `gm` to a joint graph, partition it, and compile both halves with the given compilers.
+
+    Donated buffers are off: they would forbid a second backward with ``retain_graph=True``.
+    """
+    with functorch_config.patch(donated_buffer=False):
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )
+        return backend(gm, list(example_inputs))
+
+
+def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """`gm` as a function of ONE list of inputs, which it empties, so that each value is freed after its last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def is_cache_hit(before: int) -> tuple[bool, int]:
+    """Whether AOTAutograd's cache answered since the count `before`, and the count now."""
+    now = counters["aot_autograd"]["autograd_cache_hit"]
+    return now > before, now
+
+
+@contextlib.contextmanager
+def captured_context(context: Any) -> Iterator[None]:
+    """Trace again under a tracing context kept from an earlier capture."""
+    with tracing(context), inductor_config.patch(force_disable_caches=True):
+        yield
+
+
+def current_tracing_context() -> Any:
+    """The tracing context of the capture under way, or None."""
+    return TracingContext.try_get()

@@ -1,0 +1,105 @@
+"""A call of a transformed model.
+
+``forward`` of a transformed model runs as plain Python, also under ``torch.compile(t)``: Dynamo's frame evaluation is paused,
+the call is prepared, and the ORIGINAL model's forward is compiled, with the backend ``torch.compile`` was given behind a
+:class:`~fxckpt.use.backend.MarkingBackend`, or with the plain backend outside ``torch.compile``. So the captured frames,
+graphs and guards are those of ``torch.compile(model)``.
+
+Where ``t`` is called inside a function that Dynamo is already tracing, ``forward`` is inlined instead and marks its nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxckpt import torch_private
+from fxckpt.errors import CaptureError, UnsupportedError
+from fxckpt.torch_private import UserBackend
+from fxckpt.use import hf
+from fxckpt.use.backend import MarkingBackend, plain_backend
+from fxckpt.use.state import State
+
+
+def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the model; `callback` is Dynamo's, as it was before frame evaluation was paused."""
+    forward = state.model.forward
+    if not torch.is_grad_enabled() or not state.settings.enabled:
+        return _under(callback, forward, args, kwargs)
+    user = torch_private.user_backend(callback)
+    with hf.switches_off(state.model) as taken_over:
+        kwargs = hf.without_cache(state.model, kwargs, taken_over)
+        compiled = _compiled(state, forward, user)
+        out = compiled(*args, **kwargs)
+    _check_captured(state, args, kwargs)
+    _refuse_double_backward(out)
+    return out
+
+
+def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    torch_private.set_eval_frame(callback)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch_private.set_eval_frame(None)
+
+
+def _compiled(state: State, forward: Callable[..., Any], user: UserBackend | None) -> Callable[..., Any]:
+    """The original forward, compiled for this state and this backend; made once for each."""
+    function = getattr(forward, "__func__", forward)
+    backend = MarkingBackend(state, user.compile if user else plain_backend)
+    key = (function, backend, user.fullgraph if user else False, user.recompile_limit if user else None)
+    found = state.compiled.get(key)
+    if found is None:
+        found = state.compiled[key] = torch_private.compile_frame(
+            function, backend, fullgraph=key[2], recompile_limit=key[3]
+        )
+    if function is forward:
+        return found
+    owner = forward.__self__  # type: ignore[attr-defined]
+    return lambda *args, **kwargs: found(owner, *args, **kwargs)
+
+
+def _check_captured(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a call that autograd recorded has left no rewritten graph at all."""
+    if state.captures or state.pending or not _differentiable(state, args, kwargs):
+        return
+    raise CaptureError(
+        f"fxckpt: a call of {type(state.model).__name__} with gradients was not captured by Dynamo, so nothing was "
+        "rewritten. Is Dynamo off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, torch.compiler.disable on forward)? "
+        "Switch it on, or call the original model."
+    )
+
+
+def _differentiable(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(p.requires_grad for p in state.model.parameters()):
+        return True
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in pytree.tree_leaves((args, kwargs)))
+
+
+def _refuse_double_backward(out: Any) -> None:
+    """A rewritten graph has one derivative; say so where a second one is prepared."""
+    for tensor in _tensors(out):
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(_no_create_graph)
+
+
+def _no_create_graph(grad: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "fxckpt: a backward with create_graph=True (a double backward, such as a gradient penalty) went through a "
+            "rewritten graph, which has no second derivative. Call the original model for this term."
+        )
+
+
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(out):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, field.name, None))

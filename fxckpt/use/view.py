@@ -1,0 +1,192 @@
+"""The transformed model: the original seen through another ``forward``.
+
+A view is an instance of a subclass made for it alone, with the same name, whose instances share the original's ``__dict__``:
+same modules, parameters, buffers, hooks and attributes. Only what is named in ``_OWN`` is the view's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.traceback import annotate
+
+from fxckpt import torch_private
+from fxckpt.capture import marks
+from fxckpt.config import Settings, parse_offload
+from fxckpt.errors import FxckptError
+from fxckpt.use import state as states
+from fxckpt.use.call import call
+from fxckpt.use.state import State
+
+_OWN = ("forward", "_compiled_call_impl")
+"""Attributes that frameworks set on a model and that must not reach the original."""
+
+
+def make_view(model: nn.Module, settings: Settings) -> nn.Module:
+    """A model of the same class over the same parameters whose calls are rewritten according to `settings`."""
+    state = State(model, settings)
+    states.register(state)
+    base = type(model)
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_fxckpt_state": state,
+        "_fxckpt_own": {},
+        "forward": _own_property("forward", _forward_of(model, state)),
+        "_compiled_call_impl": _own_property("_compiled_call_impl", lambda self: None),
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce,
+        **_switches(base),
+    }
+    view_class = type(base.__name__, (base,), namespace)
+    view = view_class.__new__(view_class)
+    view.__dict__ = model.__dict__
+    return view
+
+
+def state_of(view: nn.Module) -> State:
+    """The state of a transformed model, also through ``torch.compile``'s and other wrappers' ``_orig_mod`` or ``module``.
+
+    Raises:
+        FxckptError: `view` is not a transformed model.
+    """
+    step: Any = view
+    for _ in range(8):
+        found = getattr(type(step), "_fxckpt_state", None)
+        if isinstance(found, State):
+            return found
+        inner = getattr(step, "_orig_mod", None) or getattr(step, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        step = inner
+    raise FxckptError(f"{type(view).__name__} is not a transformed model: pass what fxckpt.transform(...) returned.")
+
+
+def _own_property(name: str, default: Callable[[Any], Any]) -> property:
+    def get(self: Any) -> Any:
+        own = type(self)._fxckpt_own
+        return own[name] if name in own else default(self)
+
+    def put(self: Any, value: Any) -> None:
+        type(self)._fxckpt_own[name] = value
+
+    def delete(self: Any) -> None:
+        type(self)._fxckpt_own.pop(name, None)
+
+    return property(get, put, delete)
+
+
+def _forward_of(model: nn.Module, state: State) -> Callable[[Any], Any]:
+    """A function giving the bound forward of a view."""
+    key = state.settings.key()
+
+    def inlined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return model.forward(*args, **kwargs)
+        torch.ops.fxckpt.rewrite(key)
+        with annotate({marks.ANNOTATION: key}):
+            return model.forward(*args, **kwargs)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return inlined(args, kwargs)
+        callback = torch_private.set_eval_frame(None)
+        try:
+            return call(state, callback, args, kwargs)
+        finally:
+            torch_private.set_eval_frame(callback)
+
+    torch_private.run_natively(forward)
+    forward.__doc__ = model.forward.__doc__
+    signature = inspect.signature(model.forward)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *signature.parameters.values()]
+    if any(p.name == "self" for p in signature.parameters.values()):
+        parameters = list(signature.parameters.values())
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return functools.partial(_bind, forward)
+
+
+def _bind(function: Callable[..., Any], self: Any) -> Any:
+    return function.__get__(self)
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Module:
+    state = type(self)._fxckpt_state
+    made = make_view(copy.deepcopy(state.model, memo), state.settings)
+    memo[id(self)] = made
+    return made
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    state = type(self)._fxckpt_state
+    return make_view, (state.model, state.settings)
+
+
+# --- Hugging Face's switches on a view --------------------------------------------------------------------------------
+
+
+def _steer(self: Any, every_n_layers: int, offload: Any) -> None:
+    state: State = type(self)._fxckpt_state
+    import dataclasses
+
+    chosen = dataclasses.replace(
+        state.settings, every_n=every_n_layers, offload=parse_offload(offload), policy=None, enabled=True
+    )
+    _reset(state, chosen)
+
+
+def _reset(state: State, settings: Settings) -> None:
+    if settings != state.settings:
+        state.reset(settings)
+        states.register(state)
+
+
+def _enable(self: Any, kwargs: Any = None, every_n_layers: int = 1, offload: Any = False, **more: Any) -> None:
+    given = {**(kwargs or {}), **more}
+    every_n_layers = given.pop("every_n_layers", every_n_layers)
+    offload = given.pop("offload", offload)
+    _steer(self, every_n_layers, offload)
+    if getattr(self, "_hf_peft_config_loaded", False):
+        self.enable_input_require_grads()
+
+
+def _disable(self: Any) -> None:
+    import dataclasses
+
+    state: State = type(self)._fxckpt_state
+    _reset(state, dataclasses.replace(state.settings, enabled=False))
+
+
+def _switches(base: type) -> dict[str, Any]:
+    """Overrides of those switches that the model's class has."""
+
+    def gradient_checkpointing_enable(
+        self: Any, gradient_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: Any = False, **more: Any
+    ) -> None:
+        """Steer fxckpt: recompute every `every_n_layers`-th layer, with or without `offload`."""
+        _enable(self, gradient_checkpointing_kwargs, every_n_layers, offload, **more)
+
+    def activation_checkpointing_enable(
+        self: Any, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: Any = False, **more: Any
+    ) -> None:
+        """Steer fxckpt: recompute every `every_n_layers`-th layer, with or without `offload`."""
+        _enable(self, activation_checkpointing_kwargs, every_n_layers, offload, **more)
+
+    on = property(lambda self: type(self)._fxckpt_state.settings.enabled)
+    overrides = {
+        "gradient_checkpointing_enable": gradient_checkpointing_enable,
+        "activation_checkpointing_enable": activation_checkpointing_enable,
+        "gradient_checkpointing_disable": _disable,
+        "activation_checkpointing_disable": _disable,
+        "is_gradient_checkpointing": on,
+        "is_activation_checkpointing": on,
+    }
+    return {name: made for name, made in overrides.items() if hasattr(base, name)}

@@ -1,0 +1,1 @@
+"""Situations taken from public bug reports, each with the rule that must hold under `fxckpt.transform`."""

@@ -1,0 +1,61 @@
+"""`torch.compile(fxckpt.transform(model))` under Inductor against `torch.compile(model)`: equal within fp32 rounding.
+
+How many are bit for bit equal is recorded as a property of each test and summed up at the end of the run
+(`pytest -m slow tests/test_compiled_numbers.py -s` prints the list).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import fxckpt
+from tests.helpers import Step, assert_close, boundary_layers, differences, train_step
+from tests.zoo import REGISTRY, build
+
+CI = ["llama", "bert", "t5", "vit", "mixtral", "plain_buffer_block"]
+CI_CASES = [(name, 1 + i % 3, i % 2 == 0) for i, name in enumerate(CI)]
+ALL_CASES = [(name, n, offload) for name in REGISTRY for n, offload in ((1, True), (2, False), (3, True))]
+
+
+@pytest.fixture(scope="module")
+def bitwise() -> Iterator[dict[str, bool]]:
+    """Collects which cases are bit for bit equal, and says so at the end."""
+    seen: dict[str, bool] = {}
+    yield seen
+    others = sorted(k for k, same in seen.items() if not same)
+    print(f"\nInductor: {len(seen) - len(others)} of {len(seen)} cases bit for bit equal; others: {others}")
+
+
+def compiled(name: str, settings: tuple[int, bool] | None) -> Step:
+    """One step under Inductor: the plain model where `settings` is None, else transformed."""
+    torch._dynamo.reset()
+    model, batch = build(name)
+    target = model
+    if settings is not None:
+        every_n, offload = settings
+        layers = boundary_layers(name, model)
+        target = fxckpt.transform(model, every_n=every_n, offload=offload, layers=layers)
+    return train_step(torch.compile(target), model, batch)
+
+
+def check(name: str, every_n: int, offload: bool, bitwise: dict[str, bool]) -> None:
+    got = compiled(name, (every_n, offload))
+    want = compiled(name, None)
+    bitwise[f"{name}-{every_n}-{offload}"] = not differences(got.values(), want.values())
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(("name", "every_n", "offload"), CI_CASES, ids=str)
+def test_inductor_equals_stock_compile(name: str, every_n: int, offload: bool, bitwise: dict[str, bool]) -> None:
+    check(name, every_n, offload, bitwise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "every_n", "offload"), ALL_CASES, ids=str)
+def test_inductor_equals_stock_compile_everywhere(
+    name: str, every_n: int, offload: bool, bitwise: dict[str, bool]
+) -> None:
+    check(name, every_n, offload, bitwise)

@@ -1,26 +1,26 @@
 """What the examples share: real English text that comes with every Python, and a measurement of saved bytes."""
 
+import os
 from collections.abc import Callable
 from pydoc_data.topics import topics
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes its starts and stops to stderr
 
-def paragraphs() -> list[list[str]]:
-    """Python's own help texts, one list of paragraphs a topic, repeated paragraphs left out."""
+
+def byte_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Python's own help texts as bytes, for training and, every tenth topic, for validation.
+
+    Topics repeat one another's paragraphs; each is taken once, so that the validation text is new.
+    """
     seen: set[str] = set()
     documents = []
     for _, text in sorted(topics.items()):
         fresh = [p for p in dict.fromkeys(text.split("\n\n")) if p not in seen]
         seen.update(fresh)
-        documents.append(fresh)
-    return documents
-
-
-def byte_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """The text as bytes for training and, every tenth topic, for validation."""
-    documents = ["\n\n".join(d).encode() for d in paragraphs()]
+        documents.append("\n\n".join(fresh).encode())
     train = b"\n\n".join(d for i, d in enumerate(documents) if i % 10)
     valid = b"\n\n".join(documents[::10])
     return torch.tensor(list(train)), torch.tensor(list(valid))

@@ -1,8 +1,8 @@
 """fxckpt on plain PyTorch: name the layers to recompute with `layers=`, and look at the rewritten graphs.
 
-Shows: `layers=` as a class, as a name pattern and as a predicate; a few training steps; the recomputation and the
-transfers in the backward graph; the explain table; the graph of regions as a networkx graph. The model, a stack of gated
-causal convolutions, learns to predict the next byte of Python's help texts.
+Shows: `layers=` as a class, as a name pattern and as a predicate; a few training steps; the transfers in the forward
+and the backward graph; the graph of regions as a networkx graph; the explain table. The model, a stack of gated causal
+convolutions, learns to predict the next byte of Python's help texts.
 
     python examples/plain_pytorch.py
 """

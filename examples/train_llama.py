@@ -1,7 +1,7 @@
 """Train a small Llama on real English text through fxckpt, and measure what the rewrite saves.
 
-Shows: one line, `fxckpt.transform`, in an ordinary training loop, run as it is or under `torch.compile`; the loss falls,
-generation goes on working; then the explain table and the bytes held for backward without and with the rewrite.
+Shows: one line, `fxckpt.transform`, in an ordinary training loop, run as it is or under `torch.compile`. The loss falls
+and generation goes on working; the end shows the explain table and the bytes held for backward without and with it.
 
     python examples/train_llama.py
     python examples/train_llama.py --mode plain --every-n 1 --no-offload

@@ -1,8 +1,8 @@
 """fxckpt under the Hugging Face Trainer: its own switches steer the rewrite.
 
-Shows: `TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={...})` on a transformed model means
-fxckpt's rewrite instead of transformers' checkpointing, so `offload` works without an accelerator and under
-`torch_compile=True` too.
+Shows: with a transformed model, `TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={...})`
+means fxckpt's rewrite instead of transformers' checkpointing, so `offload` works without an accelerator too, and under
+`torch_compile=True`.
 
     python examples/trainer.py
     python examples/trainer.py --compile

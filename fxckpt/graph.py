@@ -66,6 +66,11 @@ def value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def example_value(node: fx.Node) -> Any:
+    """What Dynamo recorded a placeholder of its own graph to stand for (a fake tensor or a number)."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def set_value(node: fx.Node, val: Any) -> None:
     """Set what `node` stands for."""
     node.meta["val"] = val
@@ -315,4 +320,20 @@ def walk_inputs(starts: Iterable[fx.Node], into: Callable[[fx.Node], bool]) -> s
             continue
         found.add(node)
         todo.extend(node.all_input_nodes)
+    return found
+
+
+def tangent_positions(graph: fx.Graph) -> dict[fx.Node, int] | None:
+    """For each tangent of a joint graph, the position of its output among the forward's outputs.
+
+    AOTAutograd describes inputs and outputs (``desc``); None where it does not, or where a tangent belongs to no output.
+    """
+    described = list(output_node(graph).meta.get("desc") or ())
+    found: dict[fx.Node, int] = {}
+    for node in placeholders(graph):
+        if is_tangent(node):
+            output = getattr(node.meta.get("desc"), "output", None)
+            if output is None or output not in described:
+                return None
+            found[node] = described.index(output)
     return found

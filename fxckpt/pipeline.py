@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
@@ -45,7 +45,7 @@ class Request:
         treatments: what becomes of each, by name.
         parameters: for each of the graph's inputs, whether it is a parameter.
         mutated: for each of the graph's inputs, whether the step changes it.
-        root: the module whose frame was captured, if known.
+        around: the boundary layers whose call the whole graph is part of, outermost first.
         dump: writes a graph for debugging, or None.
     """
 
@@ -54,7 +54,7 @@ class Request:
     treatments: Mapping[str, Treatment]
     parameters: tuple[bool, ...] = ()
     mutated: tuple[bool, ...] = ()
-    root: nn.Module | None = None
+    around: tuple[BoundaryLayer, ...] = ()
     dump: Dump | None = None
 
 
@@ -115,7 +115,7 @@ class _Run:
 
 
 def _regions(run: _Run) -> None:
-    run.regions = find_regions(run.joint.graph, run.request.layers, run.request.root)
+    run.regions = find_regions(run.joint.graph, run.request.layers, run.request.around)
 
 
 def _plan(run: _Run) -> None:

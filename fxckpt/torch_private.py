@@ -6,8 +6,11 @@ Each function says what it stands on. Written for torch 2.11 to 2.14.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,26 +25,11 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import ConvertFrameAssert
-from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
-
-__all__ = [
-    "JointCapture",
-    "aot_backend",
-    "boxed",
-    "captured_root_module",
-    "compile_frame",
-    "frame_evaluation_paused",
-    "install_partition_hook",
-    "is_cache_hit",
-    "min_cut_rematerialization_partition",
-    "run_natively",
-    "set_eval_frame",
-    "user_backend",
-]
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -103,12 +91,33 @@ def compile_frame(
     dynamic: bool | None = None,
     recompile_limit: int | None = None,
 ) -> Callable[..., Any]:
-    """`function` compiled by Dynamo with `backend`; `dynamic` as in ``torch.compile``."""
+    """`function` compiled by Dynamo with `backend`; `dynamic` as in ``torch.compile``.
+
+    The result counts its recompilations for itself: several transforms of models of one class do not use up each
+    other's recompile limit.
+    """
     options: dict[str, Any] = {"nopython": fullgraph, "dynamic": dynamic}
-    if recompile_limit is not None:
+    known = inspect.signature(_optimize).parameters
+    if recompile_limit is not None and "recompile_limit" in known:
         options["recompile_limit"] = recompile_limit
+    if "isolate_recompiles" in known:
+        options["isolate_recompiles"] = True
+    elif isinstance(function, types.FunctionType):  # before torch 2.13: a code object of its own has a cache of its own
+        function = _with_own_code(function)
     compiled: Callable[..., Any] = torch._dynamo.optimize(backend, **options)(function)
     return compiled
+
+
+def _with_own_code(function: types.FunctionType) -> types.FunctionType:
+    made = types.FunctionType(
+        function.__code__.replace(co_name=function.__code__.co_name),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function)
 
 
 @contextlib.contextmanager
@@ -268,19 +277,47 @@ def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
-def is_cache_hit(before: int) -> tuple[bool, int]:
-    """Whether AOTAutograd's cache answered since the count `before`, and the count now."""
-    now = counters["aot_autograd"]["autograd_cache_hit"]
-    return now > before, now
+def cache_hits() -> int:
+    """How often AOTAutograd's cache has answered in this process."""
+    return int(counters["aot_autograd"]["autograd_cache_hit"])
 
 
-@contextlib.contextmanager
-def captured_context(context: Any) -> Iterator[None]:
-    """Trace again under a tracing context kept from an earlier capture."""
-    with tracing(context), inductor_config.patch(force_disable_caches=True):
-        yield
+@dataclass(frozen=True)
+class CaptureContext:
+    """What a graph was captured under, kept to capture it again: tracing context and autocast state."""
+
+    tracing: Any
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> CaptureContext:
+        """Of the capture under way."""
+        on = [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
+        return cls(TracingContext.try_get(), tuple((d, torch.get_autocast_dtype(d)) for d in on))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within this context a graph is captured as it was then, and no cache is asked."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(frame_evaluation_paused())
+            stack.enter_context(tracing(self.tracing))
+            stack.enter_context(inductor_config.patch(force_disable_caches=True))
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            yield
 
 
-def current_tracing_context() -> Any:
-    """The tracing context of the capture under way, or None."""
-    return TracingContext.try_get()
+def with_inductor_options(backend: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
+    """`backend` with further Inductor options where it is ``torch.compile``'s Inductor; the user's own options win."""
+    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+        return backend
+    made = copy.copy(backend)
+    made.config = {**defaults, **backend.config}
+    return made
+
+
+def own_error(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """The error of `kind` that Dynamo wrapped because it was raised inside a backend, or None."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, kind) else None

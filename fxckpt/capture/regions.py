@@ -6,7 +6,7 @@ it was traced in; a node belongs to a region if the region's call stands in that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx, nn
@@ -54,14 +54,14 @@ class Region:
 
 
 def find_regions(
-    graph: fx.Graph, layers: Mapping[int, BoundaryLayer], root: nn.Module | None = None
+    graph: fx.Graph, layers: Mapping[int, BoundaryLayer], around: Sequence[BoundaryLayer] = ()
 ) -> list[Region]:
     """All regions of a joint graph, in order of their first node.
 
     Args:
         graph: a joint forward and backward graph.
         layers: boundary layers by the ``id()`` of their module.
-        root: the module whose own frame was captured, if known; where it is a boundary layer the whole graph is its call.
+        around: boundary layers whose call the whole graph is part of, outermost first (a layer's own frame).
 
     Returns:
         Regions with at least one node; nested ones have `parent` set.
@@ -69,20 +69,24 @@ def find_regions(
     backward = G.backward_nodes(graph)
     forward = [n for n in graph.nodes if n.op == "call_function" and n not in backward]
     by_call: dict[tuple[int, int], Region] = {}
-    top = None
-    if root is not None and id(root) in layers and forward:
-        top = by_call[(id(root), 0)] = Region(0, layers[id(root)], 0)
+
+    def region_of(layer: BoundaryLayer, call: int, parent: Region | None) -> Region:
+        key = (id(layer.module), call)
+        if key not in by_call:
+            by_call[key] = Region(len(by_call), layer, call, parent=parent)
+        return by_call[key]
+
+    outer: list[Region] = []
+    for layer in around:
+        outer.append(region_of(layer, 0, outer[-1] if outer else None))
+    whole = {id(layer.module) for layer in around}
 
     chains: dict[fx.Node, tuple[Region, ...]] = {}
     for node in forward:
-        chain = [top] if top else []
+        chain = list(outer)
         for ident, call, _path, _cls in G.module_stack(node):
-            if ident in layers and not (top and ident == id(root)):
-                key = (ident, call)
-                if key not in by_call:
-                    parent = chain[-1] if chain else None
-                    by_call[key] = Region(len(by_call), layers[ident], call, parent=parent)
-                chain.append(by_call[key])
+            if ident in layers and ident not in whole:
+                chain.append(region_of(layers[ident], call, chain[-1] if chain else None))
         chains[node] = tuple(chain)
     _adopt_strays(forward, chains)
     for node in forward:

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxckpt import torch_private
-from fxckpt.errors import CaptureError, UnsupportedError
+from fxckpt.errors import CaptureError, FxckptError, UnsupportedError
 from fxckpt.torch_private import UserBackend
 from fxckpt.use import hf
 from fxckpt.use.backend import MarkingBackend, plain_backend
@@ -33,8 +33,7 @@ def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, A
     user = torch_private.user_backend(callback)
     with hf.switches_off(state.model) as taken_over:
         kwargs = hf.without_cache(state.model, kwargs, taken_over)
-        compiled = _compiled(state, forward, user)
-        out = compiled(*args, **kwargs)
+        out = _run(_compiled(state, forward, user), args, kwargs)
     _check_captured(state, args, kwargs)
     _refuse_double_backward(out)
     return out
@@ -46,6 +45,16 @@ def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], k
         return function(*args, **kwargs)
     finally:
         torch_private.set_eval_frame(None)
+
+
+def _run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return compiled(*args, **kwargs)
+    except Exception as error:
+        ours = torch_private.own_error(error, FxckptError)
+        if ours is None:
+            raise
+        raise ours from None  # Dynamo wraps what a backend raises
 
 
 def _compiled(state: State, forward: Callable[..., Any], user: UserBackend | None) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from fxckpt.capture import marks
 from fxckpt.pipeline import rewrite
 from fxckpt.torch_private import JointCapture
 from fxckpt.use import state as states
+from fxckpt.use.state import Compilation, Inspected
 
 
 def install() -> None:
@@ -20,21 +21,27 @@ def install() -> None:
 
 
 def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
-    state = states.current()
-    if state is None:
-        keys = marks.keys(gm.graph)
-        if not keys:
-            return None
-        state = states.find(keys, {ident for n in gm.graph.nodes for ident, *_ in G.module_stack(n)})
-        if state is None:
-            return None
+    compilation = states.current() or _inlined(gm)
+    if compilation is None:
+        return None
+    state = compilation.state
     state.captures += 1
-    request = state.request(capture, torch_private.captured_root_module())
-    owner = state
+    request = state.request(capture, compilation.root)
 
     def run(partition: Any, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Any:
         forward, backward, record = rewrite(partition, joint, inputs, kwargs, request)
-        owner.add(record)
+        state.add(record)
+        if compilation.inspect_only:
+            raise Inspected
         return forward, backward
 
     return run
+
+
+def _inlined(gm: fx.GraphModule) -> Compilation | None:
+    """A transformed model that was called inside somebody else's compiled function; its nodes carry its key."""
+    keys = marks.keys(gm.graph)
+    if not keys:
+        return None
+    state = states.find(keys, {ident for n in gm.graph.nodes for ident, *_ in G.module_stack(n)})
+    return None if state is None else Compilation(state)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ class State:
         model: the original model, whose modules and parameters the transformed one shares.
         settings: what was asked for.
         records: one for each captured graph, in order of capture.
-        pending: captures that a compile cache answered; each gives its record when called.
+        pending: captures that a compile cache answered; each leaves its record when called.
+        captures: joint graphs seen so far, rewritten or about to be.
     """
 
     model: nn.Module
     settings: Settings
     records: list[GraphRecord] = field(default_factory=list)
-    pending: list[Callable[[], GraphRecord | None]] = field(default_factory=list)
+    pending: list[Callable[[], None]] = field(default_factory=list)
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     captures: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -47,7 +49,7 @@ class State:
         return decide_layers(self.layers(), self.settings)
 
     def request(self, capture: JointCapture, root: nn.Module | None) -> Request:
-        """What the graph now being captured is to become."""
+        """What the graph now being captured is to become; `root` is the module whose frame was captured."""
         layers = self.layers()
         by_id: Mapping[int, BoundaryLayer] = {id(layer.module): layer for layer in layers}
         return Request(
@@ -56,7 +58,7 @@ class State:
             treatments=decide_layers(layers, self.settings),
             parameters=capture.parameters,
             mutated=capture.mutated,
-            root=root,
+            around=_around(self.model, layers, root),
             dump=self._dump if self.settings.debug_dir is not None else None,
         )
 
@@ -78,9 +80,7 @@ class State:
         with self.lock:
             waiting, self.pending = self.pending, []
         for again in waiting:
-            record = again()
-            if record is not None:
-                self.add(record)
+            again()
 
     def _dump(self, after: str, which: str, gm: fx.GraphModule | None) -> None:
         assert self.settings.debug_dir is not None and gm is not None
@@ -111,20 +111,48 @@ def find(keys: set[str], modules: set[int]) -> State | None:
     return alive[-1] if alive else None
 
 
-def current() -> State | None:
-    """The state whose graph this thread is compiling, or None."""
-    return getattr(_current, "state", None)
+@dataclass(frozen=True)
+class Compilation:
+    """A graph that this thread is compiling.
+
+    Attributes:
+        state: the transformed model it belongs to.
+        root: the module whose frame was captured, if known.
+        inspect_only: stop, by :class:`Inspected`, once the rewritten graphs are there.
+    """
+
+    state: State
+    root: nn.Module | None = None
+    inspect_only: bool = False
 
 
-class compiling:
-    """Context: this thread is compiling a graph of `state`."""
+class Inspected(Exception):
+    """The rewritten graphs of a capture for inspection are there; nothing more is to be compiled."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
 
-    def __enter__(self) -> None:
-        self.previous = current()
-        _current.state = self.state
+def current() -> Compilation | None:
+    """What this thread is compiling for a transformed model, or None."""
+    return getattr(_current, "compilation", None)
 
-    def __exit__(self, *exc: object) -> None:
-        _current.state = self.previous
+
+@contextlib.contextmanager
+def compiling(compilation: Compilation) -> Iterator[None]:
+    """Within this context this thread is compiling a graph of a transformed model."""
+    previous = current()
+    _current.compilation = compilation
+    try:
+        yield
+    finally:
+        _current.compilation = previous
+
+
+def _around(model: nn.Module, layers: list[BoundaryLayer], root: nn.Module | None) -> tuple[BoundaryLayer, ...]:
+    """The boundary layers that `root`, the module of a captured frame, is or lies in, outermost first.
+
+    A frame of its own starts after a graph break, or where FSDP2 hooks a layer.
+    """
+    if root is None or root is model:
+        return ()
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is root]
+    found = [b for b in layers if any(n == b.name or n.startswith(b.name + ".") for n in names)]
+    return tuple(sorted(found, key=lambda b: len(b.name)))

@@ -46,7 +46,7 @@ def make_view(model: nn.Module, settings: Settings) -> nn.Module:
         **_switches(base),
     }
     view_class = type(base.__name__, (base,), namespace)
-    view = view_class.__new__(view_class)
+    view = object.__new__(view_class)  # FSDP2 classes override __new__
     view.__dict__ = model.__dict__
     return view
 

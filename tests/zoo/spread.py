@@ -13,7 +13,7 @@ CI_SPREAD = [
     "hrm_text",
     # mixtures of experts
     "mixtral",
-    "switch_transformers",
+    "dots1",
     # state space and hybrid: convolutions, state stored on the module
     "lfm2",
     "recurrent_gemma",

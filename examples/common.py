@@ -32,16 +32,20 @@ def blocks(data: torch.Tensor, batch: int, length: int, generator: torch.Generat
     return torch.stack([data[s : s + length] for s in starts.tolist()])
 
 
-def held_bytes(forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes of memory that one forward leaves allocated, while its result waits for its backward.
+def held_bytes(forward: Callable[[], torch.Tensor], device: str) -> int:
+    """Bytes of the device's memory that one forward leaves allocated while its result waits for its backward.
 
-    Memory on all devices counts, so a copy offloaded from a CPU model to host memory does too.
+    On a CPU the copies that are offloaded to host memory count too: it is the same memory.
     """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=activities, profile_memory=True) as prof:
+    if device.startswith("cuda"):
+        before = torch.cuda.memory_allocated(device)
+        loss = forward()
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         loss = forward()
     del loss
-    return sum(e.self_cpu_memory_usage + e.self_device_memory_usage for e in prof.events() or ())
+    return sum(event.self_cpu_memory_usage for event in prof.events() or ())
 
 
 def mib(count: float) -> str:

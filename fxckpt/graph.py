@@ -112,6 +112,21 @@ def is_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
 
 
+def is_offload(node: fx.Node) -> bool:
+    """Whether `node` moves an activation to the host."""
+    return node.target is torch.ops.fxckpt.offload.default
+
+
+def is_reload(node: fx.Node) -> bool:
+    """Whether `node` brings an activation back to its device."""
+    return node.target is torch.ops.fxckpt.reload.default
+
+
+def is_transfer(node: fx.Node) -> bool:
+    """Whether `node` is an offload or a reload."""
+    return is_offload(node) or is_reload(node)
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether `node` is a gradient of an output, an input of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
@@ -150,6 +165,12 @@ def set_policy(node: fx.Node, choice: CheckpointPolicy) -> None:
     into a saved one where two such groups meet.
     """
     node.meta["recompute"] = choice
+    node.meta.pop("ac_graph_id", None)
+
+
+def clear_policy(node: fx.Node) -> None:
+    """Take the partitioner's tag off `node`."""
+    node.meta.pop("recompute", None)
     node.meta.pop("ac_graph_id", None)
 
 
@@ -337,3 +358,13 @@ def tangent_positions(graph: fx.Graph) -> dict[fx.Node, int] | None:
                 return None
             found[node] = described.index(output)
     return found
+
+
+def loosen_views(graph: fx.Graph) -> None:
+    """Let every ``view`` copy where it must.
+
+    Some CPU kernels return other strides than their fake implementations promise, so that a view that was legal in the trace
+    is not on the real tensor; the values are the same either way.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default

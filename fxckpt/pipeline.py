@@ -1,6 +1,7 @@
 """The one ordered list of passes, and the record that a run of it leaves.
 
     regions        capture   find the calls of boundary layers
+    take_over      rewrite   layers whose own checkpointing is on lose the tags it left
     plan           decide    tag values: interior, boundary, free
     copy_inputs    rewrite   recomputed values read inputs as they were before the step changed them
     tags           rewrite   turn our tags into the partitioner's
@@ -26,13 +27,30 @@ from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.plan import Plan, make_plan
 from fxckpt.decide.policy import Treatment
-from fxckpt.rewrite.obey import copy_changed_inputs, tell_partitioner
+from fxckpt.rewrite.obey import copy_changed_inputs, drop_foreign_tags, tell_partitioner
 from fxckpt.rewrite.offload import insert_transfers
 from fxckpt.rewrite.verify import verify_joint, verify_partition
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Dump = Callable[[str, str, "fx.GraphModule | None"], None]
 """``dump(pass name, which graph, graph module)``."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The Python frame that a graph was captured from.
+
+    Attributes:
+        function: its function, as ``modeling_llama.py:401 in forward``; empty where unknown.
+        root: qualified name of the module whose method it is; empty for the model itself, or where unknown.
+        compile_id: PyTorch's number of the compilation, such as ``"0/1"``, as in its logs.
+        call: number of the model's call that it was captured in.
+    """
+
+    function: str = ""
+    root: str = ""
+    compile_id: str = ""
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,7 @@ class Request:
         parameters: for each of the graph's inputs, whether it is a parameter.
         mutated: for each of the graph's inputs, whether the step changes it.
         around: the boundary layers whose call the whole graph is part of, outermost first.
+        frame: the Python frame it was captured from.
         dump: writes a graph for debugging, or None.
     """
 
@@ -55,6 +74,7 @@ class Request:
     parameters: tuple[bool, ...] = ()
     mutated: tuple[bool, ...] = ()
     around: tuple[BoundaryLayer, ...] = ()
+    frame: Frame = Frame()
     dump: Dump | None = None
 
 
@@ -71,6 +91,9 @@ class GraphRecord:
         num_forward_outputs: how many of the forward graph's outputs are the model's.
         transfers: names of the boundary activations that are offloaded.
         seconds: time of each pass, in seconds.
+        parameters: for each of the joint graph's inputs, whether it is a parameter.
+        frame: the Python frame it was captured from.
+        partition_options: what AOTAutograd gave the partitioner.
     """
 
     forward: fx.GraphModule
@@ -81,6 +104,9 @@ class GraphRecord:
     num_forward_outputs: int
     transfers: tuple[str, ...]
     seconds: Mapping[str, float] = field(repr=False)
+    parameters: tuple[bool, ...] = field(default=(), repr=False)
+    frame: Frame = Frame()
+    partition_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def saved(self) -> list[fx.Node]:
@@ -118,6 +144,10 @@ def _regions(run: _Run) -> None:
     run.regions = find_regions(run.joint.graph, run.request.layers, run.request.around)
 
 
+def _take_over(run: _Run) -> None:
+    drop_foreign_tags(run.regions)
+
+
 def _plan(run: _Run) -> None:
     run.plan = make_plan(
         run.joint.graph,
@@ -149,6 +179,7 @@ def _transfers(run: _Run) -> None:
 
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("regions", _regions),
+    ("take_over", _take_over),
     ("plan", _plan),
     ("copy_inputs", _copy_inputs),
     ("tags", _tags),
@@ -196,6 +227,9 @@ def rewrite(
         run.num_forward_outputs,
         tuple(run.transfers),
         run.seconds,
+        request.parameters,
+        request.frame,
+        run.kwargs,
     )
     return run.forward, run.backward, record
 

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
 from torch._dynamo.utils import counters
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
 
@@ -124,21 +126,43 @@ def _with_own_code(function: types.FunctionType) -> types.FunctionType:
 def recompile_limit_is_error() -> Iterator[None]:
     """Within this context Dynamo raises where it would give up compiling a frame and run it plainly."""
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield
+        try:
+            yield
+        except FailOnRecompileLimitHit as error:
+            raise RecompileLimit(str(error).splitlines()[0]) from None
+
+
+class RecompileLimit(Exception):
+    """Dynamo would have given up compiling a frame."""
 
 
 def captured_root_module() -> nn.Module | None:
     """The module whose frame Dynamo is compiling right now (``self`` of the frame), if it is one.
 
-    Reads the ``OutputGraph`` on the Python stack: a layer called after a graph break is the root of its own graph and
-    stands in no node's module stack.
+    A layer called after a graph break is the root of its own graph and stands in no node's module stack.
     """
+    root = getattr(_root_translator(), "f_locals", {}).get("self")
+    return root if isinstance(root, nn.Module) else None
+
+
+def captured_function() -> tuple[str, str]:
+    """The function whose frame Dynamo is compiling, as ``model.py:12 in forward``, and the compilation's number.
+
+    Numbers are those in PyTorch's logs, ``"0/1"``. Both are empty where nothing is being compiled.
+    """
+    code = getattr(_root_translator(), "f_code", None)
+    name = f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}" if code is not None else ""
+    number = CompileContext.current_compile_id()
+    return name, "" if number is None else str(number)
+
+
+def _root_translator() -> Any:
+    """The translator of the outermost frame, from the ``OutputGraph`` on the Python stack; None outside Dynamo."""
     frame = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if type(owner).__name__ == "OutputGraph" and hasattr(owner, "root_tx"):
-            root = getattr(owner.root_tx, "f_locals", {}).get("self")
-            return root if isinstance(root, nn.Module) else None
+            return owner.root_tx
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

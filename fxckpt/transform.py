@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from fxckpt.decide.policy import Treatment
 from fxckpt.errors import SettingsError
 from fxckpt.use import hook
 from fxckpt.use.view import make_view, state_of
+
+log = logging.getLogger("fxckpt")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,15 +66,23 @@ def transform(
     """
     if not isinstance(model, nn.Module):
         raise SettingsError(f"transform needs a torch.nn.Module, not a {type(model).__name__}.")
-    if hasattr(type(model), "_fxckpt_state"):
-        raise SettingsError("This model is transformed already; transform the original with the settings you want.")
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise SettingsError("This model is compiled already: transform it first, then torch.compile the result.")
+    if hasattr(type(model), "_fxckpt_state"):  # transformed before: the same original, seen through new settings
+        model = state_of(model).model  # type: ignore[assignment]
     settings = make_settings(
         every_n=every_n, offload=offload, layers=layers, policy=policy, verify=verify, debug_dir=debug_dir
     )
     hook.install()
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
+    if settings.offload is not None and not _on_accelerator(model):
+        log.info("fxckpt: offload to host memory on a CPU model runs the transfers as copies and saves no memory.")
     return view  # type: ignore[return-value]
+
+
+def _on_accelerator(model: nn.Module) -> bool:
+    return any(p.device.type not in ("cpu", "meta") for p in model.parameters())
 
 
 def selected_layers(transformed: nn.Module) -> list[str]:

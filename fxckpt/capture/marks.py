@@ -9,7 +9,7 @@ no tensor and returns none, so AOTAutograd drops it, and three things follow:
   which raises: a lost rewrite is an error;
 - a frame that Dynamo gave up on runs the op as plain Python, and raises too.
 
-Where the model is called inside somebody else's compiled function, its nodes also carry the key as an annotation.
+Where the model is called inside somebody else's compiled function, its nodes also carry the model's number in this process as an annotation.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def mark(gm: fx.GraphModule, key: str) -> None:
     gm.recompile()
 
 
-def keys(graph: fx.Graph) -> set[str]:
-    """The keys that the nodes of a joint graph are annotated with."""
-    return {k for n in graph.nodes if isinstance(k := G.annotation(n, ANNOTATION), str)}
+def numbers(graph: fx.Graph) -> set[int]:
+    """The numbers of the transformed models that the nodes of a joint graph are annotated with."""
+    return {k for n in graph.nodes if isinstance(k := G.annotation(n, ANNOTATION), int)}

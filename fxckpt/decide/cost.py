@@ -16,12 +16,13 @@ CHEAP_FLOPS_PER_ELEMENT = 64
 """A value is cheap to recompute when the operators behind it do no more than this for each element of their result."""
 
 
-class _Shaped:
-    """Stands for a tensor in a FLOP formula: shapes as plain ints."""
-
-    def __init__(self, val: torch.Tensor) -> None:
-        self.shape = torch.Size([G.hint(s) for s in val.shape])
-        self.dtype = val.dtype
+_aten = torch.ops.aten
+_LIKE = {  # operators that PyTorch has no formula for, though it has one for the same work on another device
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+_WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
+"""What the partitioner puts around a random operator, by name, and which of its arguments is the operator."""
 
 
 def flops(node: fx.Node) -> int:
@@ -29,8 +30,14 @@ def flops(node: fx.Node) -> int:
 
     PyTorch gives formulas for matrix products, convolutions and attention, which is where the FLOPs are.
     """
-    formula = flop_registry.get(G.overload_packet(node))
-    if formula is None or node.op != "call_function":
+    if node.op != "call_function":
+        return 0
+    packet, inputs = G.overload_packet(node), node.args
+    wrapped = _WRAPPERS.get(getattr(node.target, "__name__", ""))
+    if wrapped is not None:
+        packet, inputs = getattr(inputs[wrapped], "overloadpacket", None), inputs[wrapped + 1 :]
+    formula = flop_registry.get(_LIKE.get(packet, packet))
+    if formula is None:
         return 0
 
     def shown(item: Any) -> Any:
@@ -39,7 +46,7 @@ def flops(node: fx.Node) -> int:
             return val
         return G.hint(val) if isinstance(val, torch.SymInt) else val
 
-    args, kwargs = pytree.tree_map_only(fx.Node, shown, (node.args, dict(node.kwargs)))
+    args, kwargs = pytree.tree_map_only(fx.Node, shown, (inputs, dict(node.kwargs)))
     count = formula(*_shapes(args), **_shapes(kwargs), out_val=_shapes(G.value(node)))
     return int(G.hint(count)) if not isinstance(count, int) else count
 

@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt import graph as G
+from fxckpt.capture.regions import Region
 
 _RECOMPUTED = (G.Kind.INTERIOR, G.Kind.FREE)
 
@@ -40,6 +41,17 @@ def _fake_clone(source: fx.Node) -> torch.Tensor:
     assert val is not None
     with val.fake_mode:  # type: ignore[attr-defined]
         return val.clone()
+
+
+def drop_foreign_tags(regions: Iterable[Region]) -> None:
+    """Take over layers whose own (transformers') checkpointing is on: what it tagged in them is the plan's to decide.
+
+    Needs: regions. Leaves: no partitioner tag in them. Other modules' own ``torch.utils.checkpoint`` calls keep theirs.
+    """
+    for region in regions:
+        if getattr(region.layer.module, "gradient_checkpointing", False) is True:
+            for node in region.nodes:
+                G.clear_policy(node)
 
 
 def tell_partitioner(graph: fx.Graph) -> None:

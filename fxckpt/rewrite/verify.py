@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from torch import fx
 
 from fxckpt import graph as G
@@ -58,14 +57,16 @@ def _lint(graph: fx.Graph, where: str) -> None:
 
 
 def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> None:
-    given = Counter(n.name for n in saved if isinstance(n, fx.Node))
-    wanted = Counter(
-        n.name for n in G.placeholders(backward) if not G.is_tangent(n) and "bwd_" not in n.name and n.name in given
-    )
-    missing = {name for name in given if wanted[name] != given[name] and "rng" not in name and "run_and_save" not in name}
-    unread = [n for n in missing if not n.startswith(("getitem", "sym", "primals"))]
-    if any(count > 1 for count in wanted.values()) or (unread and len(wanted) < len(given) - len(missing)):
-        raise VerifyError(f"{where}: saved values and the backward's inputs differ: {sorted(missing)}.")
+    """What the forward saves is what the backward takes, by number, and by name where the rewrite has a hand in it."""
+    runtime = ("bwd_seed", "bwd_base_offset", "bwd_rng_state", "backward_state")  # AOTAutograd's own inputs
+    taken = [n for n in G.placeholders(backward) if not G.is_tangent(n) and not n.name.startswith(runtime)]
+    if len(taken) != len(saved):
+        raise VerifyError(f"{where}: the forward saves {len(saved)} values, the backward takes {len(taken)}.")
+    names = [n.name for n in taken]
+    for node in saved:
+        ours = isinstance(node, fx.Node) and (G.tag(node) is not None or G.is_transfer(node))
+        if ours and names.count(node.name) != 1:  # type: ignore[union-attr]
+            raise VerifyError(f"{where}: saved value {node.name} is no input of the backward.")  # type: ignore[union-attr]
 
 
 def _check_interior(saved: list[object], where: str) -> None:
@@ -82,12 +83,11 @@ def _check_interior(saved: list[object], where: str) -> None:
 def _check_transfers(
     forward: fx.Graph, backward: fx.Graph, user: list[object], saved: list[object], where: str
 ) -> None:
-    offload, reload = torch.ops.fxckpt.offload.default, torch.ops.fxckpt.reload.default
     kept_alive = {G.view_base(n) for n in user if isinstance(n, fx.Node)}
     sources: set[fx.Node] = set()
     names: Counter[str] = Counter()
     for node in forward.nodes:
-        if node.target is not offload:
+        if not G.is_offload(node):
             continue
         source, name = node.args
         assert isinstance(source, fx.Node) and isinstance(name, str)
@@ -106,7 +106,7 @@ def _check_transfers(
         sources.add(base)
     reloaded: Counter[str] = Counter()
     for node in backward.nodes:
-        if node.target is reload:
+        if G.is_reload(node):
             host = node.args[0]
             assert isinstance(host, fx.Node) and isinstance(node.args[2], str)
             reloaded[node.args[2]] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import fx, nn
 from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.capture import marks
+from fxckpt.errors import CaptureError
+from fxckpt.pipeline import Frame
 from fxckpt.use import state as states
 from fxckpt.use.absent import dependence, keep_absent
 from fxckpt.use.state import Compilation, Inspected, State
@@ -27,6 +30,7 @@ def plain_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 
 def _execute(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    G.loosen_views(gm.graph)
     return torch_private.boxed(gm)
 
 
@@ -38,7 +42,7 @@ class MarkingBackend:
     """
 
     def __init__(self, state: State, inner: Callable[..., Any]) -> None:
-        self.state = state
+        self._state = weakref.ref(state)  # Dynamo's caches outlive models: they must not keep one alive
         self.plain = inner is plain_backend
         self.inner = torch_private.with_inductor_options(inner, INDUCTOR_OPTIONS)
         for name in ("compiler_name", "get_compiler_config", "reset"):  # what Dynamo asks of a backend, if it is there
@@ -46,20 +50,29 @@ class MarkingBackend:
                 setattr(self, name, getattr(inner, name))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MarkingBackend) and other.state is self.state and other.inner == self.inner
+        return isinstance(other, MarkingBackend) and other._state == self._state and other.inner == self.inner
 
     def __hash__(self) -> int:
-        return hash((id(self.state), type(self.inner)))
+        return hash((self._state, type(self.inner)))
+
+    @property
+    def state(self) -> State:
+        """The transformed model's state; it is alive while the model is called."""
+        found = self._state()
+        if found is None:
+            raise CaptureError("fxckpt: a graph is captured for a transformed model that no longer exists.")
+        return found
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         state = self.state
-        marks.mark(gm, state.settings.key())
+        marks.mark(gm, state.key)
         root = torch_private.captured_root_module()
         captures, hits = state.captures, torch_private.cache_hits()
-        with states.compiling(Compilation(state, root)):
+        frame = state.frame(root)
+        with states.compiling(Compilation(state, root, frame)):
             compiled = self.inner(gm, example_inputs)
         if state.captures == captures and torch_private.cache_hits() > hits:
-            state.pending.append(_recapture(self, gm, root))
+            state.pending.append(_recapture(self, gm, root, frame))
         if self.plain and state.captures == captures + 1:
             depends = dependence(state.records[-1])
             if depends is not None and depends.matters:
@@ -67,14 +80,14 @@ class MarkingBackend:
         return compiled
 
 
-def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | None) -> Callable[[], None]:
+def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | None, frame: Frame) -> Callable[[], None]:
     """A function that captures `gm` again for inspection, up to the rewritten graphs, on fake tensors and without caches."""
     copied = G.snapshot(gm)
     inputs = [G.example_value(n) for n in G.placeholders(gm.graph)]
     context = torch_private.CaptureContext.now()
 
     def again() -> None:
-        with context.restored(), states.compiling(Compilation(backend.state, root, inspect_only=True)):
+        with context.restored(), states.compiling(Compilation(backend.state, root, frame, True)):
             try:
                 backend.inner(copied, inputs)
             except Inspected:

@@ -25,16 +25,21 @@ from fxckpt.use.backend import MarkingBackend, plain_backend
 from fxckpt.use.state import State
 
 
+PLAIN = UserBackend(plain_backend, fullgraph=False, recompile_limit=64)
+"""Outside ``torch.compile``. Its users did not ask for a compiler, so its limit is high; each entry is a captured graph."""
+
+
 def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the model; `callback` is Dynamo's, as it was before frame evaluation was paused."""
     forward = state.model.forward
-    if not torch.is_grad_enabled() or not state.settings.enabled:
+    if not torch.is_grad_enabled() or not state.settings.enabled or not _differentiable(state, args, kwargs):
         return _under(callback, forward, args, kwargs)
-    user = torch_private.user_backend(callback)
+    user = torch_private.user_backend(callback) or PLAIN
     with hf.switches_off(state.model) as taken_over:
         kwargs = hf.without_cache(state.model, kwargs, taken_over)
+        state.calls += 1
         out = _run(_compiled(state, forward, user), args, kwargs)
-    _check_captured(state, args, kwargs)
+    _check_captured(state)
     _refuse_double_backward(out)
     return out
 
@@ -49,7 +54,13 @@ def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], k
 
 def _run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return compiled(*args, **kwargs)
+        with torch_private.recompile_limit_is_error():
+            return compiled(*args, **kwargs)
+    except torch_private.RecompileLimit as error:
+        raise CaptureError(
+            f"fxckpt: Dynamo gave up compiling a part of the model ({error}); it would run without the rewrite. Raise "
+            "torch._dynamo.config.recompile_limit, or find what changes from call to call (TORCH_LOGS=recompiles)."
+        ) from None
     except Exception as error:
         ours = torch_private.own_error(error, FxckptError)
         if ours is None:
@@ -57,15 +68,16 @@ def _run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise ours from None  # Dynamo wraps what a backend raises
 
 
-def _compiled(state: State, forward: Callable[..., Any], user: UserBackend | None) -> Callable[..., Any]:
+def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> Callable[..., Any]:
     """The original forward, compiled for this state and this backend; made once for each."""
     function = getattr(forward, "__func__", forward)
-    backend = MarkingBackend(state, user.compile if user else plain_backend)
-    key = (function, backend, user.fullgraph if user else False, user.recompile_limit if user else None)
+    backend = MarkingBackend(state, user.compile)
+    key = (function, backend, user.fullgraph, user.recompile_limit)
     found = state.compiled.get(key)
     if found is None:
+        framed = function if hasattr(function, "__code__") else _in_frame(function)
         found = state.compiled[key] = torch_private.compile_frame(
-            function, backend, fullgraph=key[2], recompile_limit=key[3]
+            framed, backend, fullgraph=user.fullgraph, recompile_limit=user.recompile_limit
         )
     if function is forward:
         return found
@@ -73,9 +85,18 @@ def _compiled(state: State, forward: Callable[..., Any], user: UserBackend | Non
     return lambda *args, **kwargs: found(owner, *args, **kwargs)
 
 
-def _check_captured(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _in_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable object as a function: Dynamo wants a frame."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
+
+
+def _check_captured(state: State) -> None:
     """Raise where a call that autograd recorded has left no rewritten graph at all."""
-    if state.captures or state.pending or not _differentiable(state, args, kwargs):
+    if state.captures or state.pending:
         return
     raise CaptureError(
         f"fxckpt: a call of {type(state.model).__name__} with gradients was not captured by Dynamo, so nothing was "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -50,14 +51,28 @@ def without_cache(model: nn.Module, kwargs: dict[str, Any], training: bool) -> d
     if "use_cache" in kwargs:
         log.warning("fxckpt: use_cache=True makes no sense while activations are recomputed; using use_cache=False.")
         return {**kwargs, "use_cache": False}
-    if getattr(getattr(model, "config", None), "use_cache", False) and _takes(model, "use_cache"):
+    if cache_is_default(model, kwargs) and takes(model, "use_cache"):
         return {**kwargs, "use_cache": False}
     return kwargs
 
 
-def _takes(model: nn.Module, name: str) -> bool:
+def cache_is_default(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a call would build a key-value cache only because the model's configuration says so."""
+    if "use_cache" in kwargs or "past_key_values" in kwargs:
+        return False
+    return bool(getattr(getattr(model, "config", None), "use_cache", False))
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward takes a keyword argument `name`."""
+    forward = model.forward
+    return _parameter_exists(getattr(forward, "__func__", forward), name)
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter_exists(function: Callable[..., Any], name: str) -> bool:
     try:
-        parameters = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.pipeline import rewrite
@@ -26,7 +25,7 @@ def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
         return None
     state = compilation.state
     state.captures += 1
-    request = state.request(capture, compilation.root)
+    request = state.request(capture, compilation.root, compilation.frame)
 
     def run(partition: Any, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Any:
         forward, backward, record = rewrite(partition, joint, inputs, kwargs, request)
@@ -39,9 +38,6 @@ def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
 
 
 def _inlined(gm: fx.GraphModule) -> Compilation | None:
-    """A transformed model that was called inside somebody else's compiled function; its nodes carry its key."""
-    keys = marks.keys(gm.graph)
-    if not keys:
-        return None
-    state = states.find(keys, {ident for n in gm.graph.nodes for ident, *_ in G.module_stack(n)})
-    return None if state is None else Compilation(state)
+    """A transformed model that was called inside somebody else's compiled function; its nodes carry its number."""
+    found = [s for number in sorted(marks.numbers(gm.graph)) if (s := states.find(number)) is not None]
+    return Compilation(found[0]) if found else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,8 @@ from fxckpt.capture.regions import BoundaryLayer
 from fxckpt.config import Settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.policy import Treatment, decide_layers
-from fxckpt.pipeline import GraphRecord, Request
-from fxckpt.torch_private import JointCapture
+from fxckpt.pipeline import Frame, GraphRecord, Request
+from fxckpt.torch_private import JointCapture, captured_function
 
 
 @dataclass(eq=False)
@@ -29,7 +30,11 @@ class State:
         settings: what was asked for.
         records: one for each captured graph, in order of capture.
         pending: captures that a compile cache answered; each leaves its record when called.
+        key: the settings' key, for compile caches.
+        number: this state's own in this process, for annotations.
         captures: joint graphs seen so far, rewritten or about to be.
+        calls: calls of the model with gradients so far.
+        inlined: number of the last compilation that had the model inside somebody else's frame.
     """
 
     model: nn.Module
@@ -38,7 +43,15 @@ class State:
     pending: list[Callable[[], None]] = field(default_factory=list)
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     captures: int = 0
+    calls: int = 0
+    inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
+    key: str = field(init=False)
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def __post_init__(self) -> None:
+        self.key = self.settings.key()
+        _by_number[self.number] = self
 
     def layers(self) -> list[BoundaryLayer]:
         """The model's boundary layers as it is now."""
@@ -48,8 +61,8 @@ class State:
         """What becomes of each boundary layer, by name."""
         return decide_layers(self.layers(), self.settings)
 
-    def request(self, capture: JointCapture, root: nn.Module | None) -> Request:
-        """What the graph now being captured is to become; `root` is the module whose frame was captured."""
+    def request(self, capture: JointCapture, root: nn.Module | None, frame: Frame = Frame()) -> Request:
+        """What the graph now being captured is to become; `root` is the module whose `frame` was captured."""
         layers = self.layers()
         by_id: Mapping[int, BoundaryLayer] = {id(layer.module): layer for layer in layers}
         return Request(
@@ -59,8 +72,20 @@ class State:
             parameters=capture.parameters,
             mutated=capture.mutated,
             around=_around(self.model, layers, root),
+            frame=frame,
             dump=self._dump if self.settings.debug_dir is not None else None,
         )
+
+    def frame(self, root: nn.Module | None, inlined: bool = False) -> Frame:
+        """The frame that Dynamo is compiling now, whose ``self`` is `root`.
+
+        `inlined` says that the model is called in a frame of somebody else's: then each compilation stands for a call.
+        """
+        function, compile_id = captured_function()
+        if inlined and compile_id != self.inlined:
+            self.calls, self.inlined = self.calls + 1, compile_id
+        name = next((n for n, module in self.model.named_modules() if module is root), "")
+        return Frame(function, name, compile_id, self.calls)
 
     def add(self, record: GraphRecord) -> None:
         """Keep the record of a captured graph."""
@@ -71,6 +96,8 @@ class State:
         """Take new settings; graphs captured under the old ones are forgotten."""
         with self.lock:
             self.settings = settings
+            self.key = settings.key()
+            self.captures = 0
             self.records.clear()
             self.pending.clear()
             self.compiled.clear()
@@ -91,24 +118,14 @@ class State:
         (folder / f"{number:02d}_{after}_{which}.txt").write_text(text)
 
 
-_by_key: dict[str, list[weakref.ref[State]]] = {}
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
 _current = threading.local()
 
 
-def register(state: State) -> None:
-    """Let graphs that carry the key of `state` find it."""
-    entries = _by_key.setdefault(state.settings.key(), [])
-    entries[:] = [e for e in entries if e() is not None and e() is not state]
-    entries.append(weakref.ref(state))
-
-
-def find(keys: set[str], modules: set[int]) -> State | None:
-    """The live state whose key a graph carries; of several, the one whose layers the graph calls."""
-    alive = [s for key in sorted(keys) for e in _by_key.get(key, []) if (s := e()) is not None]
-    for state in alive:
-        if modules & {id(m) for m in state.model.modules()}:
-            return state
-    return alive[-1] if alive else None
+def find(number: int) -> State | None:
+    """The live state that a graph's nodes are annotated with."""
+    return _by_number.get(number)
 
 
 @dataclass(frozen=True)
@@ -118,11 +135,13 @@ class Compilation:
     Attributes:
         state: the transformed model it belongs to.
         root: the module whose frame was captured, if known.
+        frame: that frame.
         inspect_only: stop, by :class:`Inspected`, once the rewritten graphs are there.
     """
 
     state: State
     root: nn.Module | None = None
+    frame: Frame = Frame()
     inspect_only: bool = False
 
 

@@ -7,6 +7,7 @@ same modules, parameters, buffers, hooks and attributes. Only what is named in `
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.config import Settings, parse_offload
 from fxckpt.errors import FxckptError
-from fxckpt.use import state as states
+from fxckpt.use import hf
 from fxckpt.use.call import call
 from fxckpt.use.state import State
 
@@ -31,7 +32,6 @@ _OWN = ("forward", "_compiled_call_impl")
 def make_view(model: nn.Module, settings: Settings) -> nn.Module:
     """A model of the same class over the same parameters whose calls are rewritten according to `settings`."""
     state = State(model, settings)
-    states.register(state)
     base = type(model)
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
@@ -85,13 +85,16 @@ def _own_property(name: str, default: Callable[[Any], Any]) -> property:
 
 def _forward_of(model: nn.Module, state: State) -> Callable[[Any], Any]:
     """A function giving the bound forward of a view."""
-    key = state.settings.key()
+
+    has_cache = hf.takes(model, "use_cache")
 
     def inlined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not state.settings.enabled:
             return model.forward(*args, **kwargs)
-        torch.ops.fxckpt.rewrite(key)
-        with annotate({marks.ANNOTATION: key}):
+        if has_cache and model.training and hf.cache_is_default(model, kwargs):
+            kwargs = {**kwargs, "use_cache": False}
+        torch.ops.fxckpt.rewrite(state.key)
+        with annotate({marks.ANNOTATION: state.number}):
             return model.forward(*args, **kwargs)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,8 +138,6 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 def _steer(self: Any, every_n_layers: int, offload: Any) -> None:
     state: State = type(self)._fxckpt_state
-    import dataclasses
-
     chosen = dataclasses.replace(
         state.settings, every_n=every_n_layers, offload=parse_offload(offload), policy=None, enabled=True
     )
@@ -146,7 +147,6 @@ def _steer(self: Any, every_n_layers: int, offload: Any) -> None:
 def _reset(state: State, settings: Settings) -> None:
     if settings != state.settings:
         state.reset(settings)
-        states.register(state)
 
 
 def _enable(self: Any, kwargs: Any = None, every_n_layers: int = 1, offload: Any = False, **more: Any) -> None:
@@ -159,8 +159,6 @@ def _enable(self: Any, kwargs: Any = None, every_n_layers: int = 1, offload: Any
 
 
 def _disable(self: Any) -> None:
-    import dataclasses
-
     state: State = type(self)._fxckpt_state
     _reset(state, dataclasses.replace(state.settings, enabled=False))
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fxckpt
 
-console = Console()
+console = Console(highlight=False)
 
 
 class Block(nn.Module):
@@ -62,7 +62,7 @@ LAYERS: dict[str, Any] = {
 def excerpt(code: str, word: str, lines: int = 12) -> str:
     """The first lines of `code` that mention `word`."""
     found = [line.strip() for line in code.splitlines() if word in line and not line.lstrip().startswith("#")]
-    return "\n".join(line[:150] for line in found[:lines])
+    return "\n".join(line.split(";")[0] for line in found[:lines])
 
 
 def train(t: ByteConvNet, data: torch.Tensor, steps: int) -> list[float]:
@@ -88,7 +88,7 @@ def main() -> int:
         torch.manual_seed(0)
         t = fxckpt.transform(ByteConvNet(), every_n=2, offload=True, layers=layers)
         losses = train(t, data, args.steps)
-        console.print(f"layers= as a {name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}", highlight=False)
+        console.print(f"layers= as a {name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         if not losses[-1] < losses[0]:
             return 1
 
@@ -96,14 +96,15 @@ def main() -> int:
     for name in ("forward", "backward"):
         code = getattr(record, name).print_readable(print_output=False)
         console.rule(f"{name} graph: transfers", align="left")
-        console.print(excerpt(code, "fxckpt."), markup=False, highlight=False)
+        console.print(excerpt(code, "fxckpt."), markup=False, soft_wrap=True)
 
     console.rule("regions", align="left")
     regions = fxckpt.to_networkx(record)
     for region, figures in regions.nodes(data=True):
-        console.print(region, figures, highlight=False)
+        if figures["treatment"]:
+            console.print(f"{region}: {figures['treatment']}, {figures['offloaded_bytes']:,} bytes offloaded")
     for source, target, figures in regions.edges(data=True):
-        console.print(f"{source} -> {target}", figures, highlight=False)
+        console.print(f"{source} -> {target}: {figures['bytes']:,} bytes")
 
     console.print(fxckpt.explain(t))
     return 0

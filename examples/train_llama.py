@@ -149,7 +149,7 @@ def main() -> int:
         runs["torch.compile(model)"] = torch.compile(model)
     runs["t" if args.mode == "plain" else "torch.compile(t)"] = step_model
     console.print(memory_table(runs, draw(), args.device))
-    offloaded = mib(report.to_dict()["totals"]["offloaded_bytes"])
+    offloaded = mib(report.to_dict()["offloaded_bytes"])
     console.print(f"offloaded by t: {offloaded}" + " (on a CPU into the same memory)" * (args.device == "cpu"))
 
     if not after < before - 0.1:

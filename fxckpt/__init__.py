@@ -14,7 +14,7 @@ from fxckpt.errors import (
     UnsupportedError,
     VerifyError,
 )
-from fxckpt.transform import selected_layers, transform
+from fxckpt.transform import explain, graphs, selected_layers, to_networkx, transform
 
 __all__ = [
     "BackendError",
@@ -31,7 +31,10 @@ __all__ = [
     "__version__",
     "either",
     "every_n",
+    "explain",
+    "graphs",
     "names",
     "selected_layers",
+    "to_networkx",
     "transform",
 ]

@@ -28,9 +28,10 @@ class Offload:
     """``"cpu"``: host memory, pinned where the activation comes from a CUDA device."""
 
     def __post_init__(self) -> None:
-        if self.to == "disk":
+        place: str = self.to
+        if place == "disk":
             raise SettingsError('offload to="disk" is not there yet; use offload=True for host memory.')
-        if self.to != "cpu":
+        if place != "cpu":
             raise SettingsError(f'Offload(to={self.to!r}): the place must be "cpu".')
 
 

@@ -1,13 +1,13 @@
 """Every error fxckpt raises.
 
-    FxckptError
-    ├── SettingsError      a setting has a value that means nothing
-    ├── NoLayersError      no boundary layer was found, or a name, class or predicate matches none
-    ├── CaptureError       the training step was not captured, so the rewrite could not be applied
-    ├── BackendError       the torch.compile backend does not run the rewrite
-    ├── UnsupportedError   something asked of a rewritten graph that it cannot do (double backward, ...)
-    ├── TransferError      an offload or a reload failed
-    └── VerifyError        a rewritten graph breaks an invariant: a bug in fxckpt or in a user's policy or pass
+FxckptError
+├── SettingsError      a setting has a value that means nothing
+├── NoLayersError      no boundary layer was found, or a name, class or predicate matches none
+├── CaptureError       the training step was not captured, so the rewrite could not be applied
+├── BackendError       the torch.compile backend does not run the rewrite
+├── UnsupportedError   something asked of a rewritten graph that it cannot do (double backward, ...)
+├── TransferError      an offload or a reload failed
+└── VerifyError        a rewritten graph breaks an invariant: a bug in fxckpt or in a user's policy or pass
 """
 
 from __future__ import annotations

@@ -61,6 +61,11 @@ def set_tag(node: fx.Node, value: Tag) -> None:
     node.meta[_OWN_KEY] = value
 
 
+def clear_tag(node: fx.Node) -> None:
+    """Take the rewrite's mark off `node`."""
+    node.meta.pop(_OWN_KEY, None)
+
+
 def value(node: fx.Node) -> Any:
     """The fake tensor, number or tuple that `node` stands for, or None."""
     return node.meta.get("val")
@@ -239,6 +244,11 @@ def overload_packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
 
+def is_getitem(node: fx.Node) -> bool:
+    """Whether `node` picks one result out of an operator's several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether `node` shares the storage of its first input."""
     if node.op != "call_function":
@@ -306,7 +316,7 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The output node of a graph."""
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    return graph.output_node()
 
 
 def output_args(graph: fx.Graph) -> list[Any]:
@@ -347,7 +357,8 @@ def walk_inputs(starts: Iterable[fx.Node], into: Callable[[fx.Node], bool]) -> s
 def tangent_positions(graph: fx.Graph) -> dict[fx.Node, int] | None:
     """For each tangent of a joint graph, the position of its output among the forward's outputs.
 
-    AOTAutograd describes inputs and outputs (``desc``); None where it does not, or where a tangent belongs to no output.
+    AOTAutograd describes inputs and outputs (``desc``); None where it does not, or where a tangent belongs to no
+    output.
     """
     described = list(output_node(graph).meta.get("desc") or ())
     found: dict[fx.Node, int] = {}
@@ -363,8 +374,8 @@ def tangent_positions(graph: fx.Graph) -> dict[fx.Node, int] | None:
 def loosen_views(graph: fx.Graph) -> None:
     """Let every ``view`` copy where it must.
 
-    Some CPU kernels return other strides than their fake implementations promise, so that a view that was legal in the trace
-    is not on the real tensor; the values are the same either way.
+    Some CPU kernels return other strides than their fake implementations promise, so that a view that was legal in
+    the trace is not on the real tensor; the values are the same either way.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default

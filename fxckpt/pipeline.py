@@ -4,12 +4,14 @@
     take_over      rewrite   layers whose own checkpointing is on lose the tags it left
     plan           decide    tag values: interior, boundary, free
     copy_inputs    rewrite   recomputed values read inputs as they were before the step changed them
+    hold           rewrite   let the partitioner save boundary values it would not save when told to
     tags           rewrite   turn our tags into the partitioner's
     partition      rewrite   PyTorch's min-cut partitioner: joint graph -> forward graph, backward graph
+    release        rewrite   undo "hold"
     transfers      rewrite   offload in the forward, reload in the backward
 
-Each pass works on the graphs in place, states what it needs and leaves in its docstring, and is followed by the verifier
-when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
+Each pass works on the graphs in place, states what it needs and leaves in its docstring, and is followed by the
+verifier when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.plan import Plan, make_plan
 from fxckpt.decide.policy import Treatment
-from fxckpt.rewrite.obey import copy_changed_inputs, drop_foreign_tags, tell_partitioner
+from fxckpt.rewrite.obey import (
+    copy_changed_inputs,
+    drop_foreign_tags,
+    hold_boundaries,
+    release_boundaries,
+    tell_partitioner,
+)
 from fxckpt.rewrite.offload import insert_transfers
 from fxckpt.rewrite.verify import verify_joint, verify_partition
 
@@ -163,6 +171,17 @@ def _copy_inputs(run: _Run) -> None:
     copy_changed_inputs(run.joint.graph, run.inputs_where(run.request.mutated))
 
 
+def _hold(run: _Run) -> None:
+    hold_boundaries(run.joint.graph)
+
+
+def _release(run: _Run) -> None:
+    assert run.forward is not None and run.backward is not None
+    release_boundaries(run.forward.graph, run.backward.graph)
+    run.forward.recompile()
+    run.backward.recompile()
+
+
 def _tags(run: _Run) -> None:
     tell_partitioner(run.joint.graph)
 
@@ -182,8 +201,10 @@ PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("take_over", _take_over),
     ("plan", _plan),
     ("copy_inputs", _copy_inputs),
+    ("hold", _hold),
     ("tags", _tags),
     ("partition", _partition),
+    ("release", _release),
     ("transfers", _transfers),
 )
 

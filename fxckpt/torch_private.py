@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -23,11 +23,11 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import ConvertFrameAssert
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -119,17 +119,28 @@ def _with_own_code(function: types.FunctionType) -> types.FunctionType:
         function.__closure__,
     )
     made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function)
+    functools.update_wrapper(made, function)
+    return made
 
 
 @contextlib.contextmanager
-def recompile_limit_is_error() -> Iterator[None]:
-    """Within this context Dynamo raises where it would give up compiling a frame and run it plainly."""
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+def capturing(recurrent: bool) -> Iterator[None]:
+    """Within this context Dynamo raises :class:`RecompileLimit` where it would give up a frame and run it plainly.
+
+    Args:
+        recurrent: let Dynamo trace ``torch.nn``'s recurrent modules, which it leaves out of graphs by default.
+    """
+    changes = {"fail_on_recompile_limit_hit": True, **({"allow_rnn": True} if recurrent else {})}
+    with torch._dynamo.config.patch(changes):
         try:
             yield
         except FailOnRecompileLimitHit as error:
             raise RecompileLimit(str(error).splitlines()[0]) from None
+
+
+def is_capture_failure(error: BaseException) -> bool:
+    """Whether Dynamo raised `error` because it cannot capture the code, and not the code itself."""
+    return isinstance(error, TorchDynamoException)
 
 
 class RecompileLimit(Exception):
@@ -185,10 +196,12 @@ class JointCapture:
     mutated: tuple[bool, ...]
 
 
-PartitionHook = Callable[[fx.GraphModule, JointCapture], "Callable[[Partition, fx.GraphModule, Any, dict[str, Any]], Any] | None"]
+PartitionHook = Callable[
+    [fx.GraphModule, JointCapture], "Callable[[Partition, fx.GraphModule, Any, dict[str, Any]], Any] | None"
+]
 """``hook(joint graph, capture)`` gives None to leave the graph alone, or ``rewrite(partition, gm, inputs, kwargs)``."""
 
-_original_stage = _graph_compile._aot_stage2a_partition
+_original_stage: Callable[..., Any] = _graph_compile._aot_stage2a_partition
 _hook: PartitionHook | None = None
 
 
@@ -200,7 +213,7 @@ def install_partition_hook(hook: PartitionHook) -> None:
     """
     global _hook
     _hook = hook
-    _graph_compile._aot_stage2a_partition = _partition_stage
+    _graph_compile._aot_stage2a_partition = cast("Any", _partition_stage)
 
 
 @functools.wraps(_original_stage)
@@ -236,7 +249,7 @@ def is_inductor_partition(partition: Partition) -> bool:
     return getattr(inner, "__module__", "") == "torch._inductor.compile_fx"
 
 
-class _InductorPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+class _InductorPartitioner(CustomPartitionerFn):
     """Stands in Inductor's config for the length of one partition step, after its joint-graph passes."""
 
     def __init__(self, rewrite: Callable[..., Any], previous: Any) -> None:

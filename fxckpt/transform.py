@@ -11,7 +11,11 @@ from torch import nn
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
 from fxckpt.config import make_settings
 from fxckpt.decide.policy import Treatment
-from fxckpt.errors import SettingsError
+from fxckpt.errors import CaptureError, SettingsError
+from fxckpt.pipeline import GraphRecord
+from fxckpt.show import network
+from fxckpt.show.data import Explanation
+from fxckpt.show.explain import explain_records
 from fxckpt.use import hook
 from fxckpt.use.view import make_view, state_of
 
@@ -33,8 +37,9 @@ def transform(
     """The same model, trained in less memory.
 
     Calls of the result with gradients on are captured as graphs in which every n-th boundary layer is recomputed in the
-    backward instead of kept, and in which the activations it is recomputed from may be offloaded to host memory. Call the
-    result directly, or hand it to ``torch.compile``. Under ``no_grad`` and ``inference_mode`` it runs as the original.
+    backward instead of kept, and in which the activations it is recomputed from may be offloaded to host memory. Call
+    the result directly, or hand it to ``torch.compile``. Under ``no_grad`` and ``inference_mode`` it runs as the
+    original.
 
     Recomputing every layer costs about one more forward a step; ``every_n=2`` half of that, for about half the saving.
 
@@ -50,10 +55,11 @@ def transform(
         every_n: boundary layers 0, n, 2n, ... are recomputed, counted in the order of ``model.modules()`` as
             transformers' ``every_n_layers`` counts.
         offload: ``False``; ``True`` or ``"cpu"`` (host memory); or an :class:`fxckpt.Offload`.
-        layers: which modules are boundary layers. ``None``: the ``GradientCheckpointingLayer`` instances, transformers' or
-            fxckpt's. Else one of, or a list of: a class, a name pattern (``"blocks.*"``; ``*`` is one part of a name,
-            ``**`` any number), a predicate ``(name, module) -> bool``.
-        policy: in place of `every_n`, a callable ``(layer) -> Treatment | bool``, or a list of layer names to recompute.
+        layers: which modules are boundary layers. ``None``: the ``GradientCheckpointingLayer`` instances,
+            transformers' or fxckpt's. Else one of, or a list of: a class, a name pattern (``"blocks.*"``; ``*`` is
+            one part of a name, ``**`` any number), a predicate ``(name, module) -> bool``.
+        policy: in place of `every_n`, a callable ``(layer) -> Treatment | bool``, or a list of layer names to
+            recompute.
         verify: check the graph invariants after every pass (costs compile time).
         debug_dir: folder for numbered graphs before and after each pass.
 
@@ -93,3 +99,79 @@ def selected_layers(transformed: nn.Module) -> list[str]:
     """
     chosen = state_of(transformed).treatments()
     return [name for name, treatment in chosen.items() if treatment is Treatment.RECOMPUTE]
+
+
+def graphs(transformed: nn.Module) -> list[GraphRecord]:
+    """One record for each graph captured so far, in order of capture.
+
+    A record has ``.forward`` and ``.backward`` (the rewritten graphs, each a ``torch.fx.GraphModule``), ``.joint`` (the
+    captured graph before any pass), ``.regions``, ``.plan``, and ``.frame`` (the Python function it was captured from).
+
+    Args:
+        transformed: what :func:`transform` returned, compiled or wrapped or not.
+
+    Raises:
+        CaptureError: nothing has been captured yet.
+        FxckptError: not a transformed model.
+    """
+    state = state_of(transformed)
+    state.resolve_pending()
+    if not state.records:
+        name = type(state.model).__name__
+        raise CaptureError(
+            f"No graph of {name} has been captured yet: call t(**batch) with gradients on first."
+            if state.settings.enabled
+            else f"Checkpointing of {name} is switched off: call gradient_checkpointing_enable(), then t(**batch)."
+        )
+    return list(state.records)
+
+
+def explain(transformed: nn.Module) -> Explanation:
+    """What the captured graphs save for backward, why, and what they compute again.
+
+    The result prints as tables; ``.to_dict()`` and ``.to_json()`` give all figures: bytes, and floating point
+    operations, of which a multiply-add counts as two.
+
+    Example::
+
+        report = fxckpt.explain(t)
+        print(report)
+        print(report.saved_bytes, report.baseline_saved_bytes)
+
+    For the figures without the rewrite, the first call for a graph runs PyTorch's partitioner on a copy of it.
+
+    Args:
+        transformed: what :func:`transform` returned, compiled or wrapped or not.
+
+    Raises:
+        CaptureError: nothing has been captured yet.
+        FxckptError: not a transformed model.
+    """
+    records = graphs(transformed)
+    state = state_of(transformed)
+    return explain_records(records, state.settings, type(state.model).__name__)
+
+
+def to_networkx(record: GraphRecord | nn.Module) -> Any:
+    """The graph of regions as a ``networkx.DiGraph``: what each computes and saves, and the tensors between them.
+
+    Nodes are the names of the regions, ``"inputs"``, ``"outputs"``, and what is computed outside every region:
+    ``"before"`` and ``"after NAME"``, where NAME is the last region it depends on. Node attributes: ``treatment``,
+    ``inside``, ``nodes``, ``saved_bytes``, ``offloaded_bytes``, ``flops``, ``recomputed_flops``. Edge attributes:
+    ``bytes``, and ``tensors``, a list of dicts with ``name``, ``type`` and ``bytes``.
+
+    Args:
+        record: one of ``fxckpt.graphs(t)``, or a transformed model of which one graph has been captured.
+
+    Raises:
+        CaptureError: of the model, nothing or more than one graph has been captured.
+    """
+    if isinstance(record, GraphRecord):
+        return network.to_networkx(record)
+    found = graphs(record)
+    if len(found) > 1:
+        raise CaptureError(
+            f"{len(found)} graphs of {type(record).__name__} have been captured: choose one, such as "
+            "fxckpt.to_networkx(fxckpt.graphs(t)[0])."
+        )
+    return network.to_networkx(found[0])

@@ -69,7 +69,9 @@ def aot_eager(name: str, dropout: bool) -> Step | None:
 def transformed(name: str, every_n: int, offload: bool, dropout: bool) -> Step:
     model, batch = build(name, dropout)
     t = fxckpt.transform(model, every_n=every_n, offload=offload, layers=boundary_layers(name, model))
-    return train_step(t, model, batch)
+    step = train_step(t, model, batch)
+    assert any(g.regions for g in fxckpt.graphs(t)), "nothing was rewritten: equal numbers would prove nothing"
+    return step
 
 
 def check(name: str, every_n: int, offload: bool, dropout: bool) -> bool:

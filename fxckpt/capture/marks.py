@@ -1,15 +1,16 @@
 """How a captured graph says that it belongs to a transformed model.
 
-``torch.ops.fxckpt.rewrite(key)`` stands at the head of every graph that Dynamo captures from a transformed model. It takes
-no tensor and returns none, so AOTAutograd drops it, and three things follow:
+``torch.ops.fxckpt.rewrite(key)`` stands at the head of every graph that Dynamo captures from a transformed model. It
+takes no tensor and returns none, so AOTAutograd drops it, and three things follow:
 
-- its `key` (the settings and the hash of fxckpt's source) is part of the graph's text, so a compile cache never gives an
-  artefact of other settings;
+- its `key` (the settings and the hash of fxckpt's source) is part of the graph's text, so a compile cache never gives
+  an artefact of other settings;
 - a backend that runs the captured graph as it is (``backend="eager"``, a user's own without AOTAutograd) runs the op,
   which raises: a lost rewrite is an error;
 - a frame that Dynamo gave up on runs the op as plain Python, and raises too.
 
-Where the model is called inside somebody else's compiled function, its nodes also carry the model's number in this process as an annotation.
+Where the model is called inside somebody else's compiled function, its nodes also carry the model's number in this
+process as an annotation.
 """
 
 from __future__ import annotations
@@ -31,14 +32,12 @@ def _rewrite(key: str) -> None:
     raise BackendError(
         "fxckpt: a graph of a transformed model was about to run without the rewrite. Either the torch.compile backend "
         "does not use AOTAutograd (as backend='eager' does not), or Dynamo gave up compiling the call (for instance at "
-        "its recompile limit). Use the default backend, 'aot_eager' or another one built on AOTAutograd, call the model "
-        "without torch.compile, or raise torch._dynamo.config.recompile_limit."
+        "its recompile limit). Use the default backend, 'aot_eager' or another one built on AOTAutograd, call the "
+        "model without torch.compile, or raise torch._dynamo.config.recompile_limit."
     )
 
 
-@torch.library.register_fake("fxckpt::rewrite", lib=_library)
-def _rewrite_fake(key: str) -> None:
-    return None
+torch.library.register_fake("fxckpt::rewrite", lambda key: None, lib=_library)
 
 
 def mark(gm: fx.GraphModule, key: str) -> None:

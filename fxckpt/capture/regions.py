@@ -1,7 +1,7 @@
 """Regions: the calls of boundary layers in one captured graph.
 
-A region is ONE call: a layer called four times makes four regions. Dynamo keeps, for each node, the stack of module calls
-it was traced in; a node belongs to a region if the region's call stands in that stack.
+A region is ONE call: a layer called four times makes four regions. Dynamo keeps, for each node, the stack of module
+calls it was traced in; a node belongs to a region if the region's call stands in that stack.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ def boundary_layers(model: nn.Module, specs: Iterable[LayerSpec] | None = None) 
         for spec in specs:
             hits = {name for name, m in named if name and _matcher(spec)(name, m)}
             if not hits:
-                raise NoLayersError(f"layers: {_spoken(spec)} matches no module of {type(model).__name__}. "
-                                    + _candidates(model))
+                raise NoLayersError(
+                    f"layers: {_spoken(spec)} matches no module of {type(model).__name__}. " + _candidates(model)
+                )
             _refuse_containers(spec, hits, dict(named))
             matched |= hits
         chosen = [(name, m) for name, m in named if name in matched]
@@ -91,8 +92,8 @@ def _refuse_containers(spec: LayerSpec, hits: set[str], named: dict[str, nn.Modu
 
 def _nothing_found(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} has no GradientCheckpointingLayer, so fxckpt does not know what to recompute. Say which "
-        f"modules are its repeated layers with layers=(a class, a name pattern or a predicate (name, module) -> bool). "
+        f"{type(model).__name__} has no GradientCheckpointingLayer, so fxckpt does not know what to recompute. Say "
+        f"which modules are its repeated layers with layers=(a class, a name pattern or a predicate (name, module) -> bool). "
         + _candidates(model)
     )
 

@@ -5,10 +5,10 @@ decides only; ``rewrite`` obeys the tags, and a graph without tags is left as it
 
 Rules, in the order they are applied to a recomputed region:
 
-1. A value read by the region but made outside is a *boundary activation*, and saved. Of a chain of views the tensor that
-   owns the storage is saved, once, unless a view shows only a part of it.
-2. If such a value does not depend on a parameter (masks, rotary tables, position ids) and is cheap to recompute from graph
-   inputs that are smaller, it is recomputed instead.
+1. A value read by the region but made outside is a *boundary activation*, and saved. Of a chain of views the tensor
+   that owns the storage is saved, once, unless a view shows only a part of it.
+2. If such a value does not depend on a parameter (masks, rotary tables, position ids) and is cheap to recompute from
+   graph inputs that are smaller, it is recomputed instead.
 3. A value of the region that is read outside it (by the forward, or as a graph output) is never recomputed.
 4. All other values of the region are its interior: recomputed, never saved.
 """
@@ -225,7 +225,9 @@ def _name_boundaries(draft: _Draft, region_names: set[str]) -> dict[fx.Node, tup
     prefix = _common_prefix({name.partition("#")[0] for name in region_names})
     used: dict[str, int] = {}
     made: dict[fx.Node, tuple[Boundary, G.Tag]] = {}
-    for node in sorted(draft.readers, key=lambda n: (min(r.index for r in draft.readers[n]), n)):
+    for node in sorted(
+        draft.readers, key=lambda n: (min(r.index for r in draft.readers[n]), n not in draft.parametric, n)
+    ):
         readers = draft.readers[node]
         stem = transfer_name(readers[0], prefix)
         count = used[stem] = used.get(stem, -1) + 1
@@ -235,7 +237,14 @@ def _name_boundaries(draft: _Draft, region_names: set[str]) -> dict[fx.Node, tup
         assert val is not None
         shape = tuple(G.hint(s) for s in val.shape)
         boundary = Boundary(
-            name, node.name, shape, val.dtype, G.nbytes(node), G.source_line(node), tuple(r.name for r in readers), moves
+            name,
+            node.name,
+            shape,
+            val.dtype,
+            G.nbytes(node),
+            G.source_line(node),
+            tuple(r.name for r in readers),
+            moves,
         )
         made[node] = boundary, G.Tag(G.Kind.BOUNDARY, tuple(r.index for r in readers), name, moves)
     return made
@@ -274,7 +283,7 @@ def _tag_all(draft: _Draft, boundaries: Mapping[fx.Node, tuple[Boundary, G.Tag]]
     for node, region in draft.owner.items():
         if G.tag(node) is None and not G.keeps_saved(node):
             G.set_tag(node, G.Tag(G.Kind.INTERIOR, (region.index,)))
-    for node, region in draft.owner.items():  # views, outside the region, of what is saved for it
+    for node in draft.owner:  # views, outside the region, of what is saved for it
         for read in node.all_input_nodes:
             while G.is_view(read) and G.tag(read) is None and read.op == "call_function":
                 G.set_tag(read, G.Tag(G.Kind.FREE))

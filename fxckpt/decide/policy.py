@@ -1,7 +1,7 @@
 """Policies: small functions that say what becomes of a boundary layer's calls.
 
-A policy is any callable ``policy(layer) -> Treatment`` (or ``True`` for recompute, ``False`` for keep). It only decides; the
-rewrite obeys. Policies combine: :func:`either` recomputes what any of several would.
+A policy is any callable ``policy(layer) -> Treatment`` (or ``True`` for recompute, ``False`` for keep). It only
+decides; the rewrite obeys. Policies combine: :func:`either` recomputes what any of several would.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class EveryN:
     n: int = 1
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
+        """What becomes of the calls of `layer`."""
         return Treatment.RECOMPUTE if layer.index % self.n == 0 else Treatment.KEEP
 
 
@@ -49,6 +50,7 @@ class Names:
         object.__setattr__(self, "patterns", (patterns,) if isinstance(patterns, str) else tuple(patterns))
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
+        """What becomes of the calls of `layer`."""
         hit = any(name_pattern(p).fullmatch(layer.name) for p in self.patterns)
         return Treatment.RECOMPUTE if hit else Treatment.KEEP
 
@@ -60,6 +62,7 @@ class Either:
     policies: tuple[Policy, ...]
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
+        """What becomes of the calls of `layer`."""
         chosen = [ask(p, layer) for p in self.policies]
         return Treatment.RECOMPUTE if Treatment.RECOMPUTE in chosen else Treatment.KEEP
 
@@ -101,7 +104,9 @@ def policy_of(settings: Settings) -> Policy:
     if isinstance(chosen, (list, tuple, set, frozenset)) and all(isinstance(p, str) for p in chosen):
         return Names(chosen)
     if not callable(chosen):
-        raise SettingsError(f"policy={chosen!r}: use a callable (layer) -> Treatment or bool, or a list of layer names.")
+        raise SettingsError(
+            f"policy={chosen!r}: use a callable (layer) -> Treatment or bool, or a list of layer names."
+        )
     asked: Policy = chosen
     return asked
 

@@ -54,10 +54,55 @@ def drop_foreign_tags(regions: Iterable[Region]) -> None:
                 G.clear_policy(node)
 
 
+def hold_boundaries(graph: fx.Graph) -> None:
+    """Put ``fxckpt.boundary`` behind boundary values that PyTorch's partitioner would not save when told to.
+
+    It recomputes views and results picked out of a tuple (as of a layer norm) whatever their tag says, and so would run
+    several regions in a row. :func:`release_boundaries` takes the nodes out again.
+
+    Needs: tags. Leaves: the tag on the new node, none on the value itself.
+    """
+    for node in list(graph.nodes):
+        tag = G.tag(node)
+        if tag is None or tag.kind is not G.Kind.BOUNDARY or not (G.is_view(node) or G.is_getitem(node)):
+            continue
+        readers = [u for u in node.users if u.op != "output"]
+        with graph.inserting_after(node):
+            held = graph.call_function(torch.ops.fxckpt.boundary.default, (node,))
+        G.set_value(held, G.value(node))
+        G.copy_provenance(node, held)
+        G.set_tag(held, tag)
+        G.clear_tag(node)
+        for reader in readers:
+            reader.replace_input_with(node, held)
+
+
+def release_boundaries(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Take the nodes of :func:`hold_boundaries` out of both graphs.
+
+    Needs: forward and backward graph. Leaves: the tag on the value itself.
+    """
+    inputs = {n.name: n for n in G.placeholders(backward)}
+    for graph in (forward, backward):
+        for held in graph.find_nodes(op="call_function", target=torch.ops.fxckpt.boundary.default):
+            source = held.args[0]
+            assert isinstance(source, fx.Node)
+            tag = G.tag(held)
+            assert tag is not None
+            G.set_tag(source, tag)
+            if graph is forward and held.name in inputs:
+                taken = inputs[held.name]
+                taken._rename(source.name)
+                taken.target = taken.name
+            held.replace_all_uses_with(source)
+            graph.erase_node(held)
+
+
 def tell_partitioner(graph: fx.Graph) -> None:
     """Give each tagged node the partitioner's own recompute tag.
 
-    Nodes without a tag of ours keep what they carry, such as the tags of a module's own ``torch.utils.checkpoint`` calls.
+    Nodes without a tag of ours keep what they carry, such as the tags of a module's own ``torch.utils.checkpoint``
+    calls.
 
     Needs: tags. Leaves: partitioner tags, and no tag of ours changed.
     """

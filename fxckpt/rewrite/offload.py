@@ -1,7 +1,7 @@
 """Pass on the forward and backward graph: move boundary activations out of device memory and back.
 
-    forward:   add_5 = ...;  offload_layers_3_input = fxckpt.offload(add_5, 'layers_3_input');  return ..., offload_...
-    backward:  (offload_layers_3_input, ...):  reload_layers_3_input = fxckpt.reload(offload_layers_3_input, device, ...)
+forward:   add_5 = ...;  offload_layers_3_input = fxckpt.offload(add_5, 'layers_3_input');  return ..., offload_...
+backward:  (offload_layers_3_input, ...):  reload_layers_3_input = fxckpt.reload(offload_layers_3_input, device, ...)
 """
 
 from __future__ import annotations
@@ -82,4 +82,4 @@ def _run_fake(op: Any, args: tuple[Any, ...]) -> Any:
 def _replace_outputs(graph: fx.Graph, start: int, moved: dict[fx.Node, fx.Node]) -> None:
     outputs = G.output_args(graph)
     replaced = [*outputs[:start], *(moved.get(n, n) if isinstance(n, fx.Node) else n for n in outputs[start:])]
-    G.output_node(graph).args = (type(G.output_node(graph).args[0])(replaced),)  # type: ignore[call-arg,assignment]
+    G.output_node(graph).args = (tuple(replaced),)

@@ -17,7 +17,8 @@ def verify_joint(graph: fx.Graph, where: str) -> None:
     """Check a tagged joint graph.
 
     Raises:
-        VerifyError: an interior value is an output, a tag sits on a node of the backward, or a policy contradicts a tag.
+        VerifyError: an interior value is an output, a tag sits on a node of the backward, or a policy contradicts a
+            tag.
     """
     _lint(graph, where)
     backward = G.backward_nodes(graph)
@@ -31,9 +32,7 @@ def verify_joint(graph: fx.Graph, where: str) -> None:
             raise VerifyError(f"{where}: {node.name} is a {tag.kind.value} and yet marked for recompute.")
 
 
-def verify_partition(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, where: str
-) -> None:
+def verify_partition(forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, where: str) -> None:
     """Check a forward and a backward graph.
 
     Raises:
@@ -64,9 +63,10 @@ def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> Non
         raise VerifyError(f"{where}: the forward saves {len(saved)} values, the backward takes {len(taken)}.")
     names = [n.name for n in taken]
     for node in saved:
-        ours = isinstance(node, fx.Node) and (G.tag(node) is not None or G.is_transfer(node))
-        if ours and names.count(node.name) != 1:  # type: ignore[union-attr]
-            raise VerifyError(f"{where}: saved value {node.name} is no input of the backward.")  # type: ignore[union-attr]
+        if not isinstance(node, fx.Node) or (G.tag(node) is None and not G.is_transfer(node)):
+            continue
+        if names.count(node.name) != 1:
+            raise VerifyError(f"{where}: saved value {node.name} is no input of the backward.")
 
 
 def _check_interior(saved: list[object], where: str) -> None:
@@ -77,7 +77,9 @@ def _check_interior(saved: list[object], where: str) -> None:
         if tag is not None and tag.kind is G.Kind.INTERIOR and not G.keeps_saved(node) and G.must_recompute(node):
             raise VerifyError(f"{where}: {node.name}, inside recomputed region {tag.regions}, is saved for backward.")
         if tag is not None and tag.kind is G.Kind.FREE and G.must_recompute(node):
-            raise VerifyError(f"{where}: {node.name} can be recomputed from graph inputs, and yet is saved for backward.")
+            raise VerifyError(
+                f"{where}: {node.name} can be recomputed from graph inputs, and yet is saved for backward."
+            )
 
 
 def _check_transfers(

@@ -7,8 +7,8 @@ Pattern, one pair for each boundary activation::
 
 Rules: a host tensor is read by its reload only. From a CUDA device the host tensor is pinned and both copies run on the
 stream that computes, so that they are ordered with what writes and reads the activation; the pinned memory comes from
-PyTorch's caching host allocator, which reuses a block only after the copies that read or write it are done. On a CPU the
-copy is a plain one: it saves no memory there.
+PyTorch's caching host allocator, which reuses a block only after the copies that read or write it are done. On a CPU
+the copy is a plain one: it saves no memory there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from fxckpt.errors import TransferError
 
 _library = torch.library.Library("fxckpt", "FRAGMENT")
+_library.define("boundary(Tensor activation) -> Tensor")  # stands in graphs being rewritten, and is never run
 _library.define("offload(Tensor activation, str name) -> Tensor")
 _library.define("reload(Tensor host, Device device, str name, SymInt[]? stride=None) -> Tensor")
 
@@ -27,9 +28,7 @@ _library.define("reload(Tensor host, Device device, str name, SymInt[]? stride=N
 def _host_like(activation: torch.Tensor, pin: bool) -> torch.Tensor:
     # The activation's own elements only, in its own order of dimensions where it is dense.
     layout = torch.empty_like(activation, device="meta", memory_format=torch.preserve_format)
-    return torch.empty_strided(
-        layout.size(), layout.stride(), dtype=activation.dtype, device="cpu", pin_memory=pin
-    )
+    return torch.empty_strided(layout.size(), layout.stride(), dtype=activation.dtype, device="cpu", pin_memory=pin)
 
 
 def _offload(activation: torch.Tensor, name: str) -> torch.Tensor:
@@ -43,9 +42,7 @@ def _offload(activation: torch.Tensor, name: str) -> torch.Tensor:
     return host.copy_(activation, non_blocking=activation.is_cuda)
 
 
-def _reload(
-    host: torch.Tensor, device: torch.device, name: str, stride: Sequence[int] | None = None
-) -> torch.Tensor:
+def _reload(host: torch.Tensor, device: torch.device, name: str, stride: Sequence[int] | None = None) -> torch.Tensor:
     if stride is None:
         made = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
     else:
@@ -67,5 +64,6 @@ def _reload_fake(
 
 _library.impl("offload", _offload, "CompositeExplicitAutograd")
 _library.impl("reload", _reload, "CompositeExplicitAutograd")
+torch.library.register_fake("fxckpt::boundary", torch.empty_like, lib=_library)
 torch.library.register_fake("fxckpt::offload", _offload_fake, lib=_library)
 torch.library.register_fake("fxckpt::reload", _reload_fake, lib=_library)

@@ -1,14 +1,14 @@
 """Counting on captured graphs: what is held for backward, what is moved, what is computed again.
 
-What counts as held: the storage of every value that the forward graph hands to the backward, once for each storage, however
-many views of it are saved. A symbolic size counts with the value it was traced with. Not counted:
+What counts as held: the storage of every value that the forward graph hands to the backward, once for each storage,
+however many views of it are saved. A symbolic size counts with the value it was traced with. Not counted:
 
 - parameters, buffers and the caller's batch, which are alive anyway;
 - host copies made by an offload (``offloaded_bytes``), also on a CPU model, where they lie in the same memory;
 - memory in use only while the forward or the backward runs.
 
-An input of the graph that needs a gradient and is no parameter does count: it is an activation of an earlier graph (after a
-graph break), and this graph keeps it alive.
+An input of the graph that needs a gradient and is no parameter does count: it is an activation of an earlier graph
+(after a graph break), and this graph keeps it alive.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
 from fxckpt import graph as G
 from fxckpt.capture.regions import Region
 from fxckpt.pipeline import GraphRecord
-from fxckpt.torch_private import min_cut_rematerialization_partition
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def _depth(region: Region) -> int:
 def recomputed_nodes(record: GraphRecord) -> list[fx.Node]:
     """Nodes of the backward graph that the forward graph computes too.
 
-    The partitioner keeps the joint graph's names in both halves. Random operators that it wrapped to draw the same numbers
-    again have new names.
+    The partitioner keeps the joint graph's names in both halves. Random operators that it wrapped to draw the same
+    numbers again have new names.
     """
     backward = {n.name for n in G.backward_nodes(record.joint.graph)}
     computed = {n.name for n in record.forward.graph.nodes if n.op == "call_function"} - backward
@@ -157,22 +157,29 @@ def target_name(node: fx.Node) -> str:
 def is_rng_state(node: fx.Node) -> bool:
     """Whether `node` is a state of the random number generator, saved to draw the same numbers again."""
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and target_name(source) == "run_and_save_rng_state" and node.args[1] == 0
+    if not isinstance(source, fx.Node) or target_name(source) != "run_and_save_rng_state":
+        return False
+    return bool(node.args[1] == 0)
 
 
 def region_of(node: fx.Node, regions: Mapping[str, Region]) -> Region | None:
     """The innermost region of a node of the forward or backward graph, by `regions` of :func:`innermost_regions`.
 
-    A view that lies in none belongs where its storage does; an input of the graph where it is first read; what the
-    partitioner made around a random operator where the operator's inputs or users do.
+    What lies in none by itself belongs where its neighbours do: an input of the graph where it is first read; a view
+    where its storage is; a piece of the backward that is computed in the forward where its inputs are; and what the
+    partitioner made around a random operator where the operator's inputs or users are.
     """
     if node.name in regions:
         return regions[node.name]
+    base = G.view_base(node)
+    around: list[fx.Node] = []
     if is_rng_state(node) or target_name(node) in _RANDOM_AGAIN:
-        wrapper = node.args[0] if is_rng_state(node) else node
-        assert isinstance(wrapper, fx.Node)
+        wrapper = node.all_input_nodes[0] if is_rng_state(node) else node
         around = [*wrapper.all_input_nodes, *(again for user in wrapper.users for again in (user, *user.users))]
-    else:
-        base = G.view_base(node)
-        around = list(base.users) if base.op == "placeholder" else [base]
+    elif base.op == "placeholder":
+        around = list(base.users)
+    elif base is not node:
+        around = [base]
+    elif not G.is_forward(node):
+        around = node.all_input_nodes
     return next((regions[n.name] for n in around if n.name in regions), None)

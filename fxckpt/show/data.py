@@ -7,8 +7,9 @@
         │   └── SavedValue        a value held for backward
         └── SavedValue     a value held for backward, made outside every region
 
-Each saved value, each FLOP and each node is counted in one place: in the innermost region, or outside. So the figures of a
-graph's regions and of what is outside sum up to the graph's own. What counts as held is said in :mod:`fxckpt.show.count`.
+Each saved value, each FLOP and each node is counted in one place: in the innermost region, or outside. So the figures
+of a graph's regions and of what is outside sum up to the graph's own. For what counts as held see
+:mod:`fxckpt.show.count`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SavedValue:
         saved_bytes: bytes of its storage, held on the device; 0 where offloaded or counted by `shares`.
         offloaded_bytes: bytes of its copy in host memory, 0 where it stays on the device.
         shares: name of the saved value whose storage it lies in, or None.
-        source: source line that made it, or an empty string.
+        source: source line that made it (of an input: that reads it first), or an empty string.
     """
 
     name: str
@@ -173,10 +174,14 @@ class GraphFigures:
 class Explanation:
     """What a transformed model saves for backward and computes again; prints as tables.
 
-    Totals are those of one training step: the sum over the model's *current* graphs. One call leaves several graphs where
-    the capture breaks. Captures of the same function in later calls (for other shapes, another mode, another backend) are
-    alternatives: of each function, and each module it runs for, those of the last call that captured it are current. A
-    graph that one step runs several times (after a graph break, for several layers) counts once.
+    Totals are those of one training step: the sum over the model's *current* graphs. One call leaves several graphs
+    where the capture breaks. Captures of the same function in later calls (for other shapes, another mode, another
+    backend) are alternatives: of each function, and each module it runs for, those of the last call that captured it
+    are current. A graph that one step runs several times (after a graph break, for several layers) counts once.
+
+    Bytes are those held for backward: the storage of every value that the forward hands to the backward, each storage
+    once. Parameters, buffers and the batch, alive anyway, do not count; nor does memory in use only while the forward
+    or the backward runs. On a CPU model host copies lie in the same memory, and still count as offloaded only.
 
     FLOPs are counted by PyTorch's formulas for matrix products, convolutions and attention; other operators count 0.
 

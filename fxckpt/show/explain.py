@@ -68,6 +68,7 @@ def region_figures(record: GraphRecord) -> tuple[tuple[RegionFigures, ...], tupl
 
 def _graph(record: GraphRecord, current: bool) -> GraphFigures:
     regions, outside = region_figures(record)
+    counted: list[RegionFigures | SavedValue] = [*regions, *outside]
     inputs = [n for n in G.placeholders(record.joint.graph) if not G.is_tangent(n)]
     shown = [v for n, p in zip(inputs, record.parameters, strict=False) if not p and (v := G.tensor(n)) is not None]
     return GraphFigures(
@@ -78,8 +79,8 @@ def _graph(record: GraphRecord, current: bool) -> GraphFigures:
         current=current,
         inputs=tuple(type_text(v) for v in shown),
         baseline_saved_bytes=count.baseline_saved_bytes(record),
-        saved_bytes=sum(v.saved_bytes for v in (*regions, *outside)),
-        offloaded_bytes=sum(v.offloaded_bytes for v in (*regions, *outside)),
+        saved_bytes=sum(c.saved_bytes for c in counted),
+        offloaded_bytes=sum(c.offloaded_bytes for c in counted),
         flops=total_flops(record.joint.graph.nodes),
         recomputed_flops=total_flops(count.recomputed_nodes(record)),
         regions=regions,
@@ -128,6 +129,10 @@ def _saved_value(
     assert val is not None
     why, where = _why(record, node, regions)
     shape = tuple(G.hint(s) for s in val.shape)
+    base = G.view_base(node)
+    source = G.source_line(node)
+    if base.op == "placeholder":
+        source = next((line for user in base.users if (line := G.source_line(user))), "")
     shares = None if entry.shares is None else entry.shares.name
     return where, SavedValue(
         node.name,
@@ -137,7 +142,7 @@ def _saved_value(
         entry.held_bytes,
         entry.offloaded_bytes,
         shares,
-        G.source_line(node),
+        source,
     )
 
 

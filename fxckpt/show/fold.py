@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -14,9 +15,10 @@ def stem(name: str) -> str:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """One text for several names: ``a.{0,2}.b``, ``a.{0-3}``, ``a.{0,2,...,30}``; names that do not fold stand side by side.
+    """One text for several names: ``a.{0,2}.b``, ``a.{0-3}``, ``a.{0,2,...,30}``.
 
-    Names fold where they differ in one number; where they differ in several, the last of these folds.
+    Names fold where they differ in one number; where they differ in several, the last of these folds. Names that do not
+    fold stand side by side.
     """
     groups: dict[tuple[str, ...], list[list[str]]] = {}
     for parts in (_NUMBER.split(name) for name in dict.fromkeys(names)):
@@ -35,7 +37,7 @@ def fold_names(names: Iterable[str]) -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) == 1:
         return str(numbers[0])
     if steps == {1} and len(numbers) > 2:

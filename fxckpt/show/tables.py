@@ -1,4 +1,4 @@
-"""The tables that ``print(explanation)`` gives. All figures come from the data; nothing is counted here but sums of rows."""
+"""The tables that ``print(explanation)`` gives. Figures come from the data; here they are summed up in rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from rich.text import Text
 from fxckpt.show.data import Explanation, GraphFigures, RegionFigures, SavedValue, Why
 from fxckpt.show.fold import fold_names, stem
 
+REGION_WIDTH = 30
+"""Columns of the names of regions in the table of saved values; longer ones wrap."""
 WHY = {
-    Why.BOUNDARY: "recompute starts from it",
-    Why.EXIT: "read outside its recomputed region",
-    Why.KEPT: "kept region",
-    Why.STATE: "copy of an input that changes",
-    Why.RANDOM: "random number state",
-    Why.POLICY: "the model's own policy",
-    Why.ONCE: "may run once only",
-    Why.EARLIER: "from an earlier graph",
+    Why.BOUNDARY: "a recomputed region starts from it",
+    Why.EXIT: "of a recomputed region, and read outside it",
+    Why.KEPT: "of a kept region",
+    Why.STATE: "copy of an input that the step changes",
+    Why.RANDOM: "state of the random number generator",
+    Why.POLICY: "the model's own checkpoint policy saves it",
+    Why.ONCE: "of a recomputed region, but may run once only",
+    Why.EARLIER: "activation of an earlier graph",
     Why.OUTSIDE: "outside every region",
 }
+"""What the table says of each reason."""
 
 
 def render(explanation: Explanation) -> RenderableType:
@@ -33,8 +36,7 @@ def render(explanation: Explanation) -> RenderableType:
     if len(explanation.graphs) > 1:
         found.append(_graphs(explanation.graphs))
     groups = _fold_regions(r for g in current for r in g.regions)
-    found.append(_regions(groups, current))
-    found.append(_saved(groups, [v for g in current for v in g.outside]))
+    found += [_regions(groups, current), _saved(current)]
     return Group(*found)
 
 
@@ -89,10 +91,11 @@ def _totals(explanation: Explanation) -> Table:
 
 
 def _graphs(graphs: Sequence[GraphFigures]) -> Table:
-    table = _table(
-        "captured graphs", "function", "inputs", "counted", "saved before", "saved", "offloaded", left=("function", "inputs")
-    )
-    table.columns[0].overflow = table.columns[1].overflow = "ellipsis"
+    names = ("function", "inputs", "counted", "without", "saved", "offloaded")
+    table = _table("captured graphs", *names, left=names[:2])
+    table.expand = True
+    for column, ratio in zip(table.columns, (3, 2), strict=False):
+        column.ratio, column.overflow = ratio, "ellipsis"
     groups: dict[Any, list[GraphFigures]] = {}
     for graph in graphs:
         key = (stem(graph.root), graph.function, graph.inputs, graph.current, graph.saved_bytes, graph.offloaded_bytes)
@@ -100,14 +103,21 @@ def _graphs(graphs: Sequence[GraphFigures]) -> Table:
     for members in groups.values():
         graph, roots = members[0], [g.root for g in members if g.root]
         table.add_row(
-            Text(graph.function + (f" of {fold_names(roots)}" if roots else "")),
-            Text(", ".join(graph.inputs)),
+            Text(_function_text(graph.function) + (f" of {fold_names(roots)}" if roots else "")),
+            Text(", ".join(short_type(i) for i in graph.inputs)),
             f"{'yes' if graph.current else 'no'}" + (f" x {len(members)}" if len(members) > 1 else ""),
             bytes_text(sum(g.baseline_saved_bytes for g in members)),
             bytes_text(sum(g.saved_bytes for g in members)),
             bytes_text(sum(g.offloaded_bytes for g in members)),
         )
     return table
+
+
+def _function_text(function: str) -> str:
+    """A function's name; of Dynamo's resume functions, the name of the function they are the rest of."""
+    place, _, name = function.partition(" in ")
+    inner = name.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0]
+    return f"{place} rest of {inner}" if name.startswith("torch_dynamo_resume_in_") else f"{place} {name}"
 
 
 def _fold_regions(regions: Iterable[RegionFigures]) -> list[list[RegionFigures]]:
@@ -133,8 +143,6 @@ def _regions(groups: list[list[RegionFigures]], graphs: Sequence[GraphFigures]) 
             *_sums(members),
         )
     outside = [v for g in graphs for v in g.outside]
-    flops = sum(g.flops for g in graphs)
-    recomputed = sum(g.recomputed_flops for g in graphs)
     table.add_row(
         "outside every region",
         "",
@@ -142,7 +150,6 @@ def _regions(groups: list[list[RegionFigures]], graphs: Sequence[GraphFigures]) 
         bytes_text(sum(v.saved_bytes for v in outside)),
         bytes_text(sum(v.offloaded_bytes for v in outside)),
     )
-    del flops, recomputed
     return table
 
 
@@ -155,29 +162,56 @@ def _sums(members: Sequence[RegionFigures]) -> list[str]:
     ]
 
 
-def _value_key(value: SavedValue) -> tuple[Any, ...]:
-    return value.why, value.dtype, value.shape, value.shares is None, value.source
-
-
-def _saved(groups: list[list[RegionFigures]], outside: Sequence[SavedValue]) -> Table:
+def _saved(graphs: Sequence[GraphFigures]) -> Table:
     """One row for each source line and reason; values that only share another's storage are left out."""
     names = ("region", "why", "value", "values", "saved", "offloaded", "source line")
     table = _table("saved for backward", *names, left=("region", "why", "value", "source line"))
-    table.columns[-1].overflow = "ellipsis"
-    rows = [(fold_names(m.name for m in members), [v for m in members for v in m.saved]) for members in groups]
-    for region, values in [*rows, ("", outside)]:
-        shown: dict[Any, list[SavedValue]] = {}
-        for value in values:
-            if value.shares is None:
-                shown.setdefault(_value_key(value), []).append(value)
-        for position, same in enumerate(shown.values()):
-            table.add_row(
-                Text(region if position == 0 else ""),
-                Text(WHY[same[0].why]),
-                Text(f"{same[0].dtype}{list(same[0].shape)}"),
-                str(len(same)),
-                bytes_text(sum(v.saved_bytes for v in same)),
-                bytes_text(sum(v.offloaded_bytes for v in same)),
-                Text(same[0].source),
-            )
+    table.expand = True
+    table.columns[0].max_width, table.columns[0].overflow = REGION_WIDTH, "fold"
+    table.columns[-1].ratio, table.columns[-1].overflow = 1, "ellipsis"
+    rows: dict[Any, list[tuple[str, SavedValue]]] = {}
+    for name, value in _values(graphs):
+        if value.shares is None:
+            rows.setdefault((stem(name), *_value_key(value)), []).append((name, value))
+    previous = ""
+    for same in rows.values():
+        values = [value for _, value in same]
+        region = fold_names(name for name, _ in same) or "-"
+        table.add_row(
+            Text(region if region != previous else ""),
+            values[0].why.value,
+            Text(short_type(f"{values[0].dtype}{list(values[0].shape)}")),
+            str(len(values)),
+            bytes_text(sum(v.saved_bytes for v in values)),
+            bytes_text(sum(v.offloaded_bytes for v in values)),
+            Text(_short_source(values[0].source)),
+        )
+        previous = region
+    used = {value.why for _, value in _values(graphs)}
+    table.caption = Text("; ".join(f"{why.value}: {text}" for why, text in WHY.items() if why in used))
+    table.caption_justify = "left"
     return table
+
+
+def _values(graphs: Sequence[GraphFigures]) -> list[tuple[str, SavedValue]]:
+    """All saved values with the name of their region, those of outside last."""
+    inside = [(r.name, v) for g in graphs for r in g.regions for v in r.saved]
+    return inside + [("", v) for g in graphs for v in g.outside]
+
+
+def _value_key(value: SavedValue) -> tuple[Any, ...]:
+    return value.why, value.dtype, value.shape, value.offloaded_bytes > 0, value.source
+
+
+def short_type(text: str) -> str:
+    """``f32[2, 16, 32]`` for ``float32[2, 16, 32]``, as PyTorch prints graphs."""
+    dtype, _, shape = text.partition("[")
+    kind = dtype.rstrip("0123456789")
+    short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}.get(kind, kind)
+    return f"{short}{dtype[len(kind) :]}[{shape}"
+
+
+def _short_source(source: str) -> str:
+    """A source line without its folder and function."""
+    place, _, code = source.partition(": ")
+    return f"{place.partition(' in ')[0].rpartition('/')[2]} {code}"

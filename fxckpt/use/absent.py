@@ -1,8 +1,9 @@
 """Gradients that stay None in plain runs.
 
-Where an output of the model takes no part in the loss, eager autograd leaves the ``grad`` of parameters that only it depends
-on at None, and an optimiser does not touch them. A captured backward computes zeros for them instead. In plain runs (outside
-``torch.compile``) those zeros are taken out again, so that a step changes what it would change in eager.
+Where an output of the model takes no part in the loss, eager autograd leaves the ``grad`` of parameters that only it
+depends on at None, and an optimiser does not touch them. A captured backward computes zeros for them instead. In
+plain runs (outside ``torch.compile``) those zeros are taken out again, so that a step changes what it would change in
+eager.
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ from fxckpt.use import state as states
 from fxckpt.use.absent import dependence, keep_absent
 from fxckpt.use.state import Compilation, Inspected, State
 
-
 INDUCTOR_OPTIONS = {"score_fusion_memory_threshold": 1 << 60}
-"""Defaults that ``torch.compile(options=...)`` overrides. Horizontal fusions (of kernels that only share an input) reach
-across regions and keep several regions' values alive at once: without this a compiled backward holds 1.3 times what eager
-checkpointing holds. Fusions of a producer with its consumer stay."""
+"""Defaults that ``torch.compile(options=...)`` overrides. Horizontal fusions (of kernels that only share an input)
+reach across regions and keep several regions' values alive at once: without this a compiled backward holds 1.3 times
+what eager checkpointing holds. Fusions of a producer with its consumer stay."""
 
 
 def plain_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -37,8 +36,8 @@ def _execute(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
 class MarkingBackend:
     """Stands before the backend that ``torch.compile`` was given.
 
-    Dynamo reuses compiled code between equal backends only, so code of the original model, or of another transform, that
-    was compiled from the same frames is never run for this one.
+    Dynamo reuses compiled code between equal backends only, so code of the original model, or of another transform,
+    that was compiled from the same frames is never run for this one.
     """
 
     def __init__(self, state: State, inner: Callable[..., Any]) -> None:
@@ -64,6 +63,7 @@ class MarkingBackend:
         return found
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Compile a graph that Dynamo captured; its partition runs the rewrite."""
         state = self.state
         marks.mark(gm, state.key)
         root = torch_private.captured_root_module()
@@ -81,7 +81,7 @@ class MarkingBackend:
 
 
 def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | None, frame: Frame) -> Callable[[], None]:
-    """A function that captures `gm` again for inspection, up to the rewritten graphs, on fake tensors and without caches."""
+    """A function that captures `gm` again for inspection: up to the rewritten graphs, on fake tensors, uncached."""
     copied = G.snapshot(gm)
     inputs = [G.example_value(n) for n in G.placeholders(gm.graph)]
     context = torch_private.CaptureContext.now()

@@ -1,11 +1,12 @@
 """A call of a transformed model.
 
-``forward`` of a transformed model runs as plain Python, also under ``torch.compile(t)``: Dynamo's frame evaluation is paused,
-the call is prepared, and the ORIGINAL model's forward is compiled, with the backend ``torch.compile`` was given behind a
-:class:`~fxckpt.use.backend.MarkingBackend`, or with the plain backend outside ``torch.compile``. So the captured frames,
-graphs and guards are those of ``torch.compile(model)``.
+``forward`` of a transformed model runs as plain Python, also under ``torch.compile(t)``: Dynamo's frame evaluation is
+paused, the call is prepared, and the ORIGINAL model's forward is compiled, with the backend ``torch.compile`` was
+given behind a :class:`~fxckpt.use.backend.MarkingBackend`, or with the plain backend outside ``torch.compile``. So
+the captured frames, graphs and guards are those of ``torch.compile(model)``.
 
-Where ``t`` is called inside a function that Dynamo is already tracing, ``forward`` is inlined instead and marks its nodes.
+Where ``t`` is called inside a function that Dynamo is already tracing, ``forward`` is inlined instead and marks its
+nodes.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxckpt import torch_private
+from fxckpt.decide.policy import Treatment
 from fxckpt.errors import CaptureError, FxckptError, UnsupportedError
 from fxckpt.torch_private import UserBackend
 from fxckpt.use import hf
 from fxckpt.use.backend import MarkingBackend, plain_backend
 from fxckpt.use.state import State
 
-
 PLAIN = UserBackend(plain_backend, fullgraph=False, recompile_limit=64)
-"""Outside ``torch.compile``. Its users did not ask for a compiler, so its limit is high; each entry is a captured graph."""
+"""Outside ``torch.compile``. Its users did not ask for a compiler, so its limit is high; each entry is a captured
+graph."""
 
 
 def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the model; `callback` is Dynamo's, as it was before frame evaluation was paused."""
-    forward = state.model.forward
     if not torch.is_grad_enabled() or not state.settings.enabled or not _differentiable(state, args, kwargs):
-        return _under(callback, forward, args, kwargs)
+        return _under(callback, state.model.forward, args, kwargs)
     user = torch_private.user_backend(callback) or PLAIN
     with hf.switches_off(state.model) as taken_over:
         kwargs = hf.without_cache(state.model, kwargs, taken_over)
         state.calls += 1
-        out = _run(_compiled(state, forward, user), args, kwargs)
-    _check_captured(state)
+        captures = state.captures
+        out = _run(state, user, args, kwargs)
+    if state.captures != captures or not state.found:
+        _check_captured(state)
     _refuse_double_backward(out)
     return out
 
@@ -52,9 +55,10 @@ def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], k
         torch_private.set_eval_frame(None)
 
 
-def _run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    compiled = _compiled(state, state.model.forward, user)
     try:
-        with torch_private.recompile_limit_is_error():
+        with torch_private.capturing(recurrent=state.recurrent):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(
@@ -63,9 +67,14 @@ def _run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         ) from None
     except Exception as error:
         ours = torch_private.own_error(error, FxckptError)
-        if ours is None:
-            raise
-        raise ours from None  # Dynamo wraps what a backend raises
+        if ours is not None:
+            raise ours from None  # Dynamo wraps what a backend raises
+        if user is PLAIN and torch_private.is_capture_failure(error):
+            raise CaptureError(
+                f"fxckpt: Dynamo cannot capture {type(state.model).__name__}, so its step cannot be rewritten; "
+                f"torch.compile(model) fails in the same way. Train the original model. The reason: {error}"
+            ) from error
+        raise
 
 
 def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> Callable[..., Any]:
@@ -95,14 +104,27 @@ def _in_frame(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_captured(state: State) -> None:
-    """Raise where a call that autograd recorded has left no rewritten graph at all."""
-    if state.captures or state.pending:
+    """Raise where a call that autograd recorded has left no region of any layer that was to be recomputed."""
+    if state.pending:  # from a compile cache, whose entries carry our key
+        state.found = True
+    if state.found:
         return
-    raise CaptureError(
-        f"fxckpt: a call of {type(state.model).__name__} with gradients was not captured by Dynamo, so nothing was "
-        "rewritten. Is Dynamo off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, torch.compiler.disable on forward)? "
-        "Switch it on, or call the original model."
-    )
+    name = type(state.model).__name__
+    if not state.captures:
+        raise CaptureError(
+            f"fxckpt: a call of {name} with gradients was not captured by Dynamo, so nothing was rewritten. Is Dynamo "
+            "off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, torch.compiler.disable on forward)? Switch it on, or "
+            "call the original model."
+        )
+    wanted = [n for n, t in state.treatments().items() if t is Treatment.RECOMPUTE]
+    found = {r.layer.name for record in state.records for r in record.regions}
+    state.found = not wanted or any(n in found for n in wanted)
+    if not state.found:
+        raise CaptureError(
+            f"fxckpt: no captured graph of {name} contains a call of a layer to be recomputed ({', '.join(wanted[:5])}"
+            f"{', ...' if len(wanted) > 5 else ''}). The layers were not called, or Dynamo ran them outside its graphs "
+            "(TORCH_LOGS=graph_breaks tells why). Name other layers, or call the original model."
+        )
 
 
 def _differentiable(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -33,6 +34,7 @@ class State:
         key: the settings' key, for compile caches.
         number: this state's own in this process, for annotations.
         captures: joint graphs seen so far, rewritten or about to be.
+        found: whether a call of a layer that is to be recomputed was seen in one of them.
         calls: calls of the model with gradients so far.
         inlined: number of the last compilation that had the model inside somebody else's frame.
     """
@@ -43,6 +45,7 @@ class State:
     pending: list[Callable[[], None]] = field(default_factory=list)
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     captures: int = 0
+    found: bool = False
     calls: int = 0
     inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -61,7 +64,12 @@ class State:
         """What becomes of each boundary layer, by name."""
         return decide_layers(self.layers(), self.settings)
 
-    def request(self, capture: JointCapture, root: nn.Module | None, frame: Frame = Frame()) -> Request:
+    @functools.cached_property
+    def recurrent(self) -> bool:
+        """Whether a boundary layer is, or holds, one of ``torch.nn``'s recurrent modules."""
+        return any(isinstance(m, nn.RNNBase) for layer in self.layers() for m in layer.module.modules())
+
+    def request(self, capture: JointCapture, root: nn.Module | None, frame: Frame) -> Request:
         """What the graph now being captured is to become; `root` is the module whose `frame` was captured."""
         layers = self.layers()
         by_id: Mapping[int, BoundaryLayer] = {id(layer.module): layer for layer in layers}
@@ -98,6 +106,7 @@ class State:
             self.settings = settings
             self.key = settings.key()
             self.captures = 0
+            self.found = False
             self.records.clear()
             self.pending.clear()
             self.compiled.clear()
@@ -118,7 +127,7 @@ class State:
         (folder / f"{number:02d}_{after}_{which}.txt").write_text(text)
 
 
-_numbers = itertools.count()
+_numbers: itertools.count[int] = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
 _current = threading.local()
 
@@ -141,7 +150,7 @@ class Compilation:
 
     state: State
     root: nn.Module | None = None
-    frame: Frame = Frame()
+    frame: Frame = field(default_factory=Frame)
     inspect_only: bool = False
 
 

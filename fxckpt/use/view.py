@@ -1,14 +1,13 @@
 """The transformed model: the original seen through another ``forward``.
 
-A view is an instance of a subclass made for it alone, with the same name, whose instances share the original's ``__dict__``:
-same modules, parameters, buffers, hooks and attributes. Only what is named in ``_OWN`` is the view's own.
+A view is an instance of a subclass made for it alone, with the same name, whose instances share the original's
+``__dict__``: same modules, parameters, buffers, hooks and attributes. Only :class:`_Own` attributes are the view's own.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +24,6 @@ from fxckpt.use import hf
 from fxckpt.use.call import call
 from fxckpt.use.state import State
 
-_OWN = ("forward", "_compiled_call_impl")
-"""Attributes that frameworks set on a model and that must not reach the original."""
-
 
 def make_view(model: nn.Module, settings: Settings) -> nn.Module:
     """A model of the same class over the same parameters whose calls are rewritten according to `settings`."""
@@ -39,20 +35,20 @@ def make_view(model: nn.Module, settings: Settings) -> nn.Module:
         "__doc__": base.__doc__,
         "_fxckpt_state": state,
         "_fxckpt_own": {},
-        "forward": _own_property("forward", _forward_of(model, state)),
-        "_compiled_call_impl": _own_property("_compiled_call_impl", lambda self: None),
+        "forward": _Own("forward", _forward_of(model, state)),
+        "_compiled_call_impl": _Own("_compiled_call_impl", None),
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce,
         **_switches(base),
     }
     view_class = type(base.__name__, (base,), namespace)
-    view = object.__new__(view_class)  # FSDP2 classes override __new__
+    view: nn.Module = object.__new__(view_class)  # FSDP2 classes override __new__
     view.__dict__ = model.__dict__
     return view
 
 
 def state_of(view: nn.Module) -> State:
-    """The state of a transformed model, also through ``torch.compile``'s and other wrappers' ``_orig_mod`` or ``module``.
+    """The state of a transformed model, also through wrappers that keep it as ``_orig_mod`` or ``module``.
 
     Raises:
         FxckptError: `view` is not a transformed model.
@@ -69,23 +65,36 @@ def state_of(view: nn.Module) -> State:
     raise FxckptError(f"{type(view).__name__} is not a transformed model: pass what fxckpt.transform(...) returned.")
 
 
-def _own_property(name: str, default: Callable[[Any], Any]) -> property:
-    def get(self: Any) -> Any:
-        own = type(self)._fxckpt_own
-        return own[name] if name in own else default(self)
+class _Own:
+    """A view's own attribute, kept with its class and not in the ``__dict__`` shared with the original.
 
-    def put(self: Any, value: Any) -> None:
-        type(self)._fxckpt_own[name] = value
+    On the class it is the default itself, so that ``inspect.signature(type(t).forward)`` answers as the original's.
+    """
 
-    def delete(self: Any) -> None:
-        type(self)._fxckpt_own.pop(name, None)
+    def __init__(self, name: str, default: Any) -> None:
+        self.name = name
+        self.default = default
 
-    return property(get, put, delete)
+    def __get__(self, view: Any, owner: Any = None) -> Any:
+        if view is None:
+            return self.default
+        own = type(view)._fxckpt_own
+        if self.name in own:
+            return own[self.name]
+        return self.default.__get__(view) if self.default is not None else None
+
+    def __set__(self, view: Any, value: Any) -> None:
+        type(view)._fxckpt_own[self.name] = value
+
+    def __delete__(self, view: Any) -> None:
+        type(view)._fxckpt_own.pop(self.name, None)
 
 
-def _forward_of(model: nn.Module, state: State) -> Callable[[Any], Any]:
-    """A function giving the bound forward of a view."""
+torch_private.run_natively(_Own.__get__)
 
+
+def _forward_of(model: nn.Module, state: State) -> Callable[..., Any]:
+    """The forward of a view of `model`, with the signature of the original's."""
     has_cache = hf.takes(model, "use_cache")
 
     def inlined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,17 +117,19 @@ def _forward_of(model: nn.Module, state: State) -> Callable[[Any], Any]:
 
     torch_private.run_natively(forward)
     forward.__doc__ = model.forward.__doc__
-    signature = inspect.signature(model.forward)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [first, *signature.parameters.values()]
-    if any(p.name == "self" for p in signature.parameters.values()):
-        parameters = list(signature.parameters.values())
-    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return functools.partial(_bind, forward)
+    forward.__signature__ = _signature(model)  # type: ignore[attr-defined]
+    return forward
 
 
-def _bind(function: Callable[..., Any], self: Any) -> Any:
-    return function.__get__(self)
+def _signature(model: nn.Module) -> inspect.Signature:
+    """The signature of the model's forward, with the model itself in front."""
+    bound, unbound = inspect.signature(model.forward), inspect.signature(type(model).forward)
+    parameters = list(bound.parameters.values())
+    if parameters == list(unbound.parameters.values())[1:]:
+        return unbound
+    if all(p.name != "self" for p in parameters):  # a forward of the instance's own
+        parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
+    return bound.replace(parameters=parameters)
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Module:
@@ -173,7 +184,11 @@ def _switches(base: type) -> dict[str, Any]:
         _enable(self, gradient_checkpointing_kwargs, every_n_layers, offload, **more)
 
     def activation_checkpointing_enable(
-        self: Any, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: Any = False, **more: Any
+        self: Any,
+        activation_checkpointing_kwargs: Any = None,
+        every_n_layers: int = 1,
+        offload: Any = False,
+        **more: Any,
     ) -> None:
         """Steer fxckpt: recompute every `every_n_layers`-th layer, with or without `offload`."""
         _enable(self, activation_checkpointing_kwargs, every_n_layers, offload, **more)

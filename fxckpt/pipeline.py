@@ -143,6 +143,12 @@ class _Run:
     def num_forward_outputs(self) -> int:
         return int(self.kwargs["num_fwd_outputs"])
 
+    def differentiated(self) -> set[fx.Node]:
+        """Inputs that get a gradient: parameters, and activations of an earlier graph."""
+        inputs = [n for n in G.placeholders(self.joint.graph) if not G.is_tangent(n)]
+        gradients = G.output_args(self.joint.graph)[self.num_forward_outputs :]
+        return {n for n, gradient in zip(inputs, gradients, strict=False) if gradient is not None}
+
     def inputs_where(self, flags: tuple[bool, ...]) -> list[fx.Node]:
         nodes = [n for n in G.placeholders(self.joint.graph) if not G.is_tangent(n)]
         return [n for n, flag in zip(nodes, flags, strict=False) if flag]
@@ -161,7 +167,7 @@ def _plan(run: _Run) -> None:
         run.joint.graph,
         run.regions,
         run.request.treatments,
-        parameters=set(run.inputs_where(run.request.parameters)),
+        learned=set(run.inputs_where(run.request.parameters)) | run.differentiated(),
         num_forward_outputs=run.num_forward_outputs,
         offload=run.request.settings.offload is not None,
     )
@@ -258,9 +264,18 @@ def rewrite(
 def _verify(run: _Run, after: str) -> None:
     where = f"after pass {after!r}"
     if run.forward is None or run.backward is None:
-        verify_joint(run.joint.graph, where)
+        verify_joint(run.joint.graph, where, _recomputed(run), told="tags" in run.seconds)
     else:
         verify_partition(run.forward, run.backward, run.num_forward_outputs, where)
+
+
+def _recomputed(run: _Run) -> dict[fx.Node, str]:
+    """The nodes of recomputed regions, each with its region's name; none before they are planned."""
+    if "plan" not in run.seconds:
+        return {}
+    chosen = run.request.treatments
+    regions = [r for r in run.regions if chosen.get(r.layer.name) is Treatment.RECOMPUTE]
+    return {node: region.name for region in regions for node in region.nodes}
 
 
 def _dump(run: _Run, after: str) -> None:

@@ -29,7 +29,8 @@ from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
-from torch._guards import CompileContext, TracingContext, tracing
+from torch._dynamo.source import LocalSource
+from torch._guards import Guard, CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
 
@@ -148,12 +149,26 @@ class RecompileLimit(Exception):
 
 
 def captured_root_module() -> nn.Module | None:
-    """The module whose frame Dynamo is compiling right now (``self`` of the frame), if it is one.
+    """The module whose method's frame Dynamo is compiling right now, if it is a module's.
 
     A layer called after a graph break is the root of its own graph and stands in no node's module stack.
     """
-    root = getattr(_root_translator(), "f_locals", {}).get("self")
-    return root if isinstance(root, nn.Module) else None
+    found = _root_local()
+    return found[1] if found else None
+
+
+def _root_local() -> tuple[str, nn.Module] | None:
+    """Name and value of the local variable that is the ``self`` of the frame being compiled."""
+    translator = _root_translator()
+    values = dict(getattr(translator, "f_locals", {}))
+    code = getattr(translator, "f_code", None)
+    first = code.co_varnames[0] if code is not None and code.co_argcount else ""
+    for name in (first, "self"):
+        if isinstance(values.get(name), nn.Module):
+            return name, values[name]
+    # A frame that goes on after a graph break has the old locals in another order: self holds the other modules.
+    modules = [(name, value) for name, value in values.items() if isinstance(value, nn.Module)]
+    return max(modules, key=lambda item: sum(1 for _ in item[1].modules()), default=None)
 
 
 def captured_function() -> tuple[str, str]:
@@ -172,10 +187,29 @@ def _root_translator() -> Any:
     frame = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if type(owner).__name__ == "OutputGraph" and hasattr(owner, "root_tx"):
-            return owner.root_tx
+        if type(owner).__name__ == "OutputGraph":
+            return getattr(owner, "root_tx", None)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def guard_root_module(check: Callable[[nn.Module], bool], text: str) -> None:
+    """Let Dynamo reuse the frame it is compiling only for a module that passes `check`.
+
+    Frames of their own (after a graph break) are compiled once for all modules of a class that look alike.
+
+    Args:
+        check: called with the module whose method it is, before each reuse.
+        text: what Dynamo's logs call the guard.
+    """
+    context, local = TracingContext.try_get(), _root_local()
+    if context is None or local is None:
+        return
+
+    def root_module_guard(builder: Any, guard: Guard) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(check, [text], None)
+
+    context.guards_context.dynamo_guards.add(Guard(LocalSource(local[0], is_input=True), root_module_guard))
 
 
 # --- AOTAutograd ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from fxckpt.pipeline import GraphRecord
 from fxckpt.show import network
 from fxckpt.show.data import Explanation
 from fxckpt.show.explain import explain_records
-from fxckpt.use import hook
 from fxckpt.use.view import make_view, state_of
 
 log = logging.getLogger("fxckpt")
@@ -79,7 +78,6 @@ def transform(
     settings = make_settings(
         every_n=every_n, offload=offload, layers=layers, policy=policy, verify=verify, debug_dir=debug_dir
     )
-    hook.install()
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
     if settings.offload is not None and not _on_accelerator(model):

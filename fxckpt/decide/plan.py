@@ -103,7 +103,7 @@ def make_plan(
     regions: Sequence[Region],
     treatments: Mapping[str, Treatment],
     *,
-    parameters: set[fx.Node],
+    learned: set[fx.Node],
     num_forward_outputs: int,
     offload: bool,
 ) -> Plan:
@@ -113,7 +113,7 @@ def make_plan(
         graph: the joint graph.
         regions: its regions.
         treatments: by layer name; layers that are missing are kept.
-        parameters: the placeholders that are parameters of the model.
+        learned: the placeholders that are parameters, or activations made from parameters in an earlier graph.
         num_forward_outputs: how many of the graph's outputs are the forward's.
         offload: whether boundary activations leave device memory.
     """
@@ -126,7 +126,7 @@ def make_plan(
         return Plan(region_plans)
     backward = G.backward_nodes(graph)
     outputs = {n for n in G.output_args(graph)[:num_forward_outputs] if isinstance(n, fx.Node)}
-    draft = _Draft(owner, backward, _dependents(graph, parameters), outputs, offload)
+    draft = _Draft(owner, backward, _dependents(graph, learned), outputs, offload)
     _find_exits(draft)
     _find_entries(draft)
     boundaries = _name_boundaries(draft, {r.name for r in regions})

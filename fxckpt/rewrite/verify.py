@@ -6,19 +6,29 @@ Each check is written from what the graph says alone, not from what the passes m
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.errors import VerifyError
 
 
-def verify_joint(graph: fx.Graph, where: str) -> None:
-    """Check a tagged joint graph.
+def verify_joint(
+    graph: fx.Graph, where: str, recomputed: Mapping[fx.Node, str] | None = None, told: bool = False
+) -> None:
+    """Check a joint graph.
+
+    Args:
+        graph: the joint graph.
+        where: opens the message of an error.
+        recomputed: once it is planned, the nodes of recomputed regions, each with its region's name.
+        told: whether the partitioner has been told what the tags ask for.
 
     Raises:
-        VerifyError: an interior value is an output, a tag sits on a node of the backward, or a policy contradicts a
-            tag.
+        VerifyError: the graph is not well formed, a tag sits on a node of the backward, a value of a recomputed region
+            has no tag, or the partitioner has been told other than what a tag says.
     """
     _lint(graph, where)
     backward = G.backward_nodes(graph)
@@ -28,8 +38,20 @@ def verify_joint(graph: fx.Graph, where: str) -> None:
             continue
         if node in backward or node.op != "call_function":
             raise VerifyError(f"{where}: {node.name} carries the tag {tag.kind.value} but is no forward value.")
-        if tag.kind in (G.Kind.BOUNDARY, G.Kind.STATE) and G.must_recompute(node):
-            raise VerifyError(f"{where}: {node.name} is a {tag.kind.value} and yet marked for recompute.")
+        if told:
+            _check_policy(node, tag, where)
+    for node, region in (recomputed or {}).items():
+        held = any(u.target is torch.ops.fxckpt.boundary.default for u in node.users)
+        if G.tag(node) is None and not held and not G.keeps_saved(node):
+            raise VerifyError(f"{where}: {node.name}, inside recomputed region {region}, has no tag.")
+
+
+def _check_policy(node: fx.Node, tag: G.Tag, where: str) -> None:
+    if tag.kind in (G.Kind.BOUNDARY, G.Kind.STATE):
+        if not G.keeps_saved(node):
+            raise VerifyError(f"{where}: {node.name} is a {tag.kind.value} and yet not marked for saving.")
+    elif not G.must_recompute(node) and not _runs_once(node):
+        raise VerifyError(f"{where}: {node.name} is {tag.kind.value} and yet not marked for recompute.")
 
 
 def verify_partition(forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, where: str) -> None:
@@ -44,6 +66,7 @@ def verify_partition(forward: fx.GraphModule, backward: fx.GraphModule, num_forw
     user, saved = outputs[:num_forward_outputs], outputs[num_forward_outputs:]
     _check_interface(saved, backward.graph, where)
     _check_interior(saved, where)
+    _check_boundaries(backward.graph, where)
     _check_transfers(forward.graph, backward.graph, user, saved, where)
     _check_state(backward.graph, where)
 
@@ -56,30 +79,54 @@ def _lint(graph: fx.Graph, where: str) -> None:
 
 
 def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> None:
-    """What the forward saves is what the backward takes, by number, and by name where the rewrite has a hand in it."""
+    """What the forward saves is what the backward takes: by number, and by name where the rewrite has a hand in it."""
     runtime = ("bwd_seed", "bwd_base_offset", "bwd_rng_state", "backward_state")  # AOTAutograd's own inputs
     taken = [n for n in G.placeholders(backward) if not G.is_tangent(n) and not n.name.startswith(runtime)]
     if len(taken) != len(saved):
-        raise VerifyError(f"{where}: the forward saves {len(saved)} values, the backward takes {len(taken)}.")
+        only = sorted({str(n) for n in saved} ^ {n.name for n in taken})
+        raise VerifyError(
+            f"{where}: the forward saves {len(saved)} values, the backward takes {len(taken)}; only in one: {only}."
+        )
     names = [n.name for n in taken]
-    for node in saved:
-        if not isinstance(node, fx.Node) or (G.tag(node) is None and not G.is_transfer(node)):
-            continue
-        if names.count(node.name) != 1:
-            raise VerifyError(f"{where}: saved value {node.name} is no input of the backward.")
+    ours = [n.name for n in saved if isinstance(n, fx.Node) and (G.tag(n) is not None or G.is_transfer(n))]
+    for name in ours:
+        if names.count(name) != 1:
+            raise VerifyError(f"{where}: saved value {name} is no input of the backward.")
+    order = [name for name in names if name in set(ours)]
+    for name, other in zip(ours, order, strict=True):
+        if name != other:
+            raise VerifyError(f"{where}: saved value {name} stands where the backward takes {other}.")
 
 
 def _check_interior(saved: list[object], where: str) -> None:
     for node in saved:
-        if not isinstance(node, fx.Node):
+        tag = G.tag(node) if isinstance(node, fx.Node) else None
+        if tag is None or G.tensor(node) is None or G.keeps_saved(node) or _runs_once(node):
             continue
-        tag = G.tag(node)
-        if tag is not None and tag.kind is G.Kind.INTERIOR and not G.keeps_saved(node) and G.must_recompute(node):
+        if tag.kind is G.Kind.INTERIOR:
             raise VerifyError(f"{where}: {node.name}, inside recomputed region {tag.regions}, is saved for backward.")
-        if tag is not None and tag.kind is G.Kind.FREE and G.must_recompute(node):
+        if tag.kind is G.Kind.FREE:
             raise VerifyError(
                 f"{where}: {node.name} can be recomputed from graph inputs, and yet is saved for backward."
             )
+
+
+def _check_boundaries(backward: fx.Graph, where: str) -> None:
+    """What a recomputed region starts from is taken from the forward: else several regions run in a row."""
+    for node in backward.nodes:
+        tag = G.tag(node)
+        if node.op == "call_function" and tag is not None and tag.kind in (G.Kind.BOUNDARY, G.Kind.STATE):
+            raise VerifyError(f"{where}: {node.name} is a {tag.kind.value} and yet computed again in the backward.")
+
+
+def _runs_once(node: fx.Node) -> bool:
+    """Nodes that may not run twice whatever their tag: they change a value, or make a size from data."""
+    return _changes_state(node) or G.binds_unbacked_symbol(node)
+
+
+def _changes_state(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _check_transfers(
@@ -129,6 +176,5 @@ def _check_state(backward: fx.Graph, where: str) -> None:
             continue
         if G.draws_random(node):
             raise VerifyError(f"{where}: {node.name} draws new random numbers in the backward.")
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if _changes_state(node):
             raise VerifyError(f"{where}: {node.name} changes state a second time in the backward.")

@@ -67,6 +67,8 @@ class MarkingBackend:
         state = self.state
         marks.mark(gm, state.key)
         root = torch_private.captured_root_module()
+        if root is not None and root is not state.model:
+            self._guard(state, root)
         captures, hits = state.captures, torch_private.cache_hits()
         frame = state.frame(root)
         with states.compiling(Compilation(state, root, frame)):
@@ -78,6 +80,16 @@ class MarkingBackend:
             if depends is not None and depends.matters:
                 return keep_absent(compiled, depends)
         return compiled
+
+    def _guard(self, state: State, root: nn.Module) -> None:
+        """Reuse the frame of `root` only for modules whose layers are treated as its are."""
+        wanted, held = state.treatment_pattern(root), self._state
+
+        def same_treatment(module: nn.Module) -> bool:
+            alive = held()
+            return alive is not None and alive.treatment_pattern(module) == wanted
+
+        torch_private.guard_root_module(same_treatment, "fxckpt: layers recomputed alike")
 
 
 def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | None, frame: Frame) -> Callable[[], None]:

@@ -49,6 +49,7 @@ class State:
     calls: int = 0
     inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
+    _patterns: dict[int, tuple[Treatment | None, ...]] = field(default_factory=dict)
     key: str = field(init=False)
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -63,6 +64,26 @@ class State:
     def treatments(self) -> dict[str, Treatment]:
         """What becomes of each boundary layer, by name."""
         return decide_layers(self.layers(), self.settings)
+
+    def treatment_pattern(self, module: nn.Module) -> tuple[Treatment | None, ...]:
+        """What becomes of the boundary layers around and inside `module`: frames of alike modules differ in this."""
+        with self.lock:
+            if not self._patterns:
+                chosen = {id(layer.module): treatment for layer, treatment in self._treated()}
+                around: dict[int, tuple[Treatment | None, ...]] = {}
+                for name, inner in self.model.named_modules(remove_duplicate=False):
+                    parent = around.get(id(self.model.get_submodule(name.rpartition(".")[0])), ()) if name else ()
+                    own = (chosen[id(inner)],) if id(inner) in chosen else ()
+                    around.setdefault(id(inner), parent + own)
+                for inner in self.model.modules():
+                    inside = tuple(chosen.get(id(m)) for m in inner.modules() if id(m) in chosen and m is not inner)
+                    self._patterns[id(inner)] = (*around[id(inner)], None, *inside)
+            return self._patterns.get(id(module), ())
+
+    def _treated(self) -> list[tuple[BoundaryLayer, Treatment]]:
+        layers = self.layers()
+        chosen = decide_layers(layers, self.settings)
+        return [(layer, chosen[layer.name]) for layer in layers]
 
     @functools.cached_property
     def recurrent(self) -> bool:
@@ -110,6 +131,7 @@ class State:
             self.records.clear()
             self.pending.clear()
             self.compiled.clear()
+            self._patterns.clear()
 
     def resolve_pending(self) -> None:
         """Capture again, for inspection only, what a compile cache answered."""

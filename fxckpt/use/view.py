@@ -19,14 +19,15 @@ from torch.fx.traceback import annotate
 from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.config import Settings, parse_offload
-from fxckpt.errors import FxckptError
-from fxckpt.use import hf
+from fxckpt.errors import FxckptError, UnsupportedError
+from fxckpt.use import hf, hook
 from fxckpt.use.call import call
 from fxckpt.use.state import State
 
 
 def make_view(model: nn.Module, settings: Settings) -> nn.Module:
     """A model of the same class over the same parameters whose calls are rewritten according to `settings`."""
+    hook.install()
     state = State(model, settings)
     base = type(model)
     namespace: dict[str, Any] = {
@@ -37,8 +38,10 @@ def make_view(model: nn.Module, settings: Settings) -> nn.Module:
         "_fxckpt_own": {},
         "forward": _Own("forward", _forward_of(model, state)),
         "_compiled_call_impl": _Own("_compiled_call_impl", None),
+        "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # a further instance is no view of this original
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce,
+        "_replicate_for_data_parallel": _no_replica,
         **_switches(base),
     }
     view_class = type(base.__name__, (base,), namespace)
@@ -142,6 +145,13 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Module:
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
     state = type(self)._fxckpt_state
     return make_view, (state.model, state.settings)
+
+
+def _no_replica(self: Any) -> nn.Module:
+    raise UnsupportedError(
+        "fxckpt: nn.DataParallel runs replicas of a model, and a transformed model has none. Use DistributedDataParallel, "
+        "or one device a process (CUDA_VISIBLE_DEVICES)."
+    )
 
 
 # --- Hugging Face's switches on a view --------------------------------------------------------------------------------

@@ -55,8 +55,7 @@ class Settings:
     """False after ``gradient_checkpointing_disable()``: calls run as the original model's."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.every_n, bool) or not isinstance(self.every_n, int) or self.every_n < 1:
-            raise SettingsError(f"every_n={self.every_n!r}: it must be a whole number of at least 1.")
+        check_every_n(self.every_n)
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise SettingsError(f'offload={self.offload!r}: use False, True, "cpu" or fxckpt.Offload(...).')
 
@@ -86,6 +85,16 @@ def make_settings(
     )
 
 
+def check_every_n(n: Any) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise SettingsError(f"every_n={n!r}: it must be a whole number of at least 1.")
+
+
 def parse_offload(offload: Any) -> Offload | None:
     """``False``/``None``, ``True``, a place's name, or an :class:`Offload` as the last or None.
 
@@ -112,6 +121,8 @@ def _parse_layers(layers: Any) -> tuple[LayerSpec, ...] | None:
     for spec in specs:
         if isinstance(spec, type) and not issubclass(spec, nn.Module):
             raise SettingsError(f"layers: {spec.__name__} is not a subclass of torch.nn.Module.")
+        if isinstance(spec, nn.Module):
+            raise SettingsError(f"layers: a {type(spec).__name__} itself is given; give its class or its name.")
         if not isinstance(spec, str) and not callable(spec):
             raise SettingsError(
                 f"layers: {spec!r} is neither a module class, a name pattern, nor a predicate (name, module) -> bool."

@@ -280,7 +280,19 @@ def is_partial_view(node: fx.Node) -> bool:
 
 def draws_random(node: fx.Node) -> bool:
     """Whether `node` reads the random number generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return argument(node, "dropout_p") != 0.0  # attention without dropout draws nothing
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The value `node` passes for its operator's argument `name`, its default, or None where there is no such one."""
+    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if declared.name == name:
+            given = node.args[position] if position < len(node.args) else declared.default_value
+            return node.kwargs.get(name, given)
+    return None
 
 
 def binds_unbacked_symbol(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo
+import torch._dynamo.eval_frame as _eval_frame
 import torch._functorch._aot_autograd.graph_compile as _graph_compile
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
@@ -124,6 +125,15 @@ def _with_own_code(function: types.FunctionType) -> types.FunctionType:
     return made
 
 
+def bypassing_stance() -> str | None:
+    """The ``torch.compiler.set_stance`` now in force, if under it Dynamo may run a frame without our backend."""
+    stance = _eval_frame._stance
+    if stance.stance in ("default", "fail_on_recompile") and stance.backend is None:
+        return None
+    backend = "" if stance.backend is None else f", backend={stance.backend!r}"
+    return f"{stance.stance!r}{backend}"
+
+
 @contextlib.contextmanager
 def capturing(recurrent: bool) -> Iterator[None]:
     """Within this context Dynamo raises :class:`RecompileLimit` where it would give up a frame and run it plainly.
@@ -131,7 +141,9 @@ def capturing(recurrent: bool) -> Iterator[None]:
     Args:
         recurrent: let Dynamo trace ``torch.nn``'s recurrent modules, which it leaves out of graphs by default.
     """
-    changes = {"fail_on_recompile_limit_hit": True, **({"allow_rnn": True} if recurrent else {})}
+    changes = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
+    if recurrent:
+        changes["allow_rnn"] = True
     with torch._dynamo.config.patch(changes):
         try:
             yield

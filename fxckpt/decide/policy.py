@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fxckpt.capture.regions import BoundaryLayer
-from fxckpt.config import Settings
+from fxckpt.config import Settings, check_every_n
 from fxckpt.decide.layers import name_pattern
 from fxckpt.errors import SettingsError
 
@@ -34,6 +34,9 @@ class EveryN:
     """Recompute boundary layers 0, n, 2n, ...: transformers' ``every_n_layers``."""
 
     n: int = 1
+
+    def __post_init__(self) -> None:
+        check_every_n(self.n)
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
         """What becomes of the calls of `layer`."""

@@ -132,17 +132,26 @@ def _changes_state(node: fx.Node) -> bool:
 def _check_transfers(
     forward: fx.Graph, backward: fx.Graph, user: list[object], saved: list[object], where: str
 ) -> None:
-    kept_alive = {G.view_base(n) for n in user if isinstance(n, fx.Node)}
+    offloads = [n for n in forward.nodes if G.is_offload(n)]
+    reloads = [n for n in backward.nodes if G.is_reload(n)]
+    _check_offloads(offloads, {G.view_base(n) for n in user if isinstance(n, fx.Node)}, saved, where)
+    sent = Counter(str(n.args[1]) for n in offloads)
+    back = Counter(str(n.args[2]) for n in reloads)
+    if sent != back or any(count != 1 for count in sent.values()):
+        wrong = sorted((sent - back) + (back - sent)) or sorted(n for n, c in sent.items() if c > 1)
+        raise VerifyError(f"{where}: each offload needs one reload of its name; wrong: {wrong}.")
+    sources = {str(n.args[1]): n for n in offloads}
+    for node in reloads:
+        _check_reload(node, sources[str(node.args[2])], where)
+
+
+def _check_offloads(offloads: list[fx.Node], kept_alive: set[fx.Node], saved: list[object], where: str) -> None:
     sources: set[fx.Node] = set()
-    names: Counter[str] = Counter()
-    for node in forward.nodes:
-        if not G.is_offload(node):
-            continue
-        source, name = node.args
-        assert isinstance(source, fx.Node) and isinstance(name, str)
+    for node in offloads:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
         base = G.view_base(source)
-        names[name] += 1
-        if saved.count(node) != 1 or set(node.users) != {G.output_node(forward)}:
+        if saved.count(node) != 1 or set(node.users) != {G.output_node(node.graph)}:
             raise VerifyError(f"{where}: {node.name} must go to the backward once, and nowhere else.")
         if source in saved:
             raise VerifyError(f"{where}: {source.name} is offloaded and saved on the device as well.")
@@ -153,26 +162,26 @@ def _check_transfers(
         if base in sources:
             raise VerifyError(f"{where}: the storage of {base.name} is offloaded twice.")
         sources.add(base)
-    reloaded: Counter[str] = Counter()
-    for node in backward.nodes:
-        if G.is_reload(node):
-            host = node.args[0]
-            assert isinstance(host, fx.Node) and isinstance(node.args[2], str)
-            reloaded[node.args[2]] += 1
-            if host.op != "placeholder" or set(host.users) != {node}:
-                raise VerifyError(f"{where}: the host tensor {host.name} must be read by its reload {node.name} only.")
-            if not node.users:
-                raise VerifyError(f"{where}: {node.name} is read by nothing.")
-    if names != reloaded or any(count != 1 for count in names.values()):
-        differing = sorted((names - reloaded) + (reloaded - names)) or sorted(n for n, c in names.items() if c > 1)
-        raise VerifyError(f"{where}: each offload needs one reload of its name; wrong: {differing}.")
+
+
+def _check_reload(node: fx.Node, offload: fx.Node, where: str) -> None:
+    host, source = node.args[0], offload.args[0]
+    assert isinstance(host, fx.Node) and isinstance(source, fx.Node)
+    if host.op != "placeholder" or host.name != offload.name:
+        raise VerifyError(f"{where}: {node.name} reads {host.name}, which is not what {offload.name} saved.")
+    if set(host.users) != {node}:
+        raise VerifyError(f"{where}: the host tensor {host.name} must be read by its reload {node.name} only.")
+    if not node.users:
+        raise VerifyError(f"{where}: {node.name} is read by nothing.")
+    given, taken = G.tensor(node), G.tensor(source)
+    if given is None or taken is None or (given.dtype, given.device) != (taken.dtype, taken.device):
+        raise VerifyError(f"{where}: {node.name} gives back another type or device than {source.name} had.")
 
 
 def _check_state(backward: fx.Graph, where: str) -> None:
     """Recomputed code may not draw new random numbers, nor change state a second time."""
     for node in backward.nodes:
-        recomputed = node.op == "call_function" and G.module_stack(node) and G.is_forward(node)
-        if not recomputed:
+        if not G.is_forward(node):  # recorded in the backward: what runs there as without fxckpt
             continue
         if G.draws_random(node):
             raise VerifyError(f"{where}: {node.name} draws new random numbers in the backward.")

@@ -56,6 +56,12 @@ def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    stance = torch_private.bypassing_stance()
+    if stance is not None:
+        raise CaptureError(
+            f"fxckpt: under torch.compiler.set_stance({stance}) this call may run without the rewrite. Set the stance "
+            "'default', or call the original model."
+        )
     compiled = _compiled(state, state.model.forward, user)
     try:
         with torch_private.capturing(recurrent=state.recurrent):

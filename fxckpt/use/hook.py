@@ -8,10 +8,12 @@ from torch import fx
 
 from fxckpt import torch_private
 from fxckpt.capture import marks
-from fxckpt.pipeline import rewrite
+from fxckpt.decide.policy import Treatment
+from fxckpt.errors import CaptureError, UnsupportedError
+from fxckpt.pipeline import GraphRecord, rewrite
 from fxckpt.torch_private import JointCapture
 from fxckpt.use import state as states
-from fxckpt.use.state import Compilation, Inspected
+from fxckpt.use.state import Compilation, Inspected, State
 
 
 def install() -> None:
@@ -30,6 +32,8 @@ def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
     def run(partition: Any, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Any:
         forward, backward, record = rewrite(partition, joint, inputs, kwargs, request)
         state.add(record)
+        if compilation.inlined:
+            _check_inlined(state, record)
         if compilation.inspect_only:
             raise Inspected
         return forward, backward
@@ -40,4 +44,21 @@ def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
 def _inlined(gm: fx.GraphModule) -> Compilation | None:
     """A transformed model that was called inside somebody else's compiled function; its nodes carry its number."""
     found = [s for number in sorted(marks.numbers(gm.graph)) if (s := states.find(number)) is not None]
-    return Compilation(found[0]) if found else None
+    if len(found) > 1:
+        names = ", ".join(type(s.model).__name__ for s in found)
+        raise UnsupportedError(
+            f"fxckpt: several transformed models ({names}) are called inside one compiled function, and one graph "
+            "takes one of them. Compile each for itself, torch.compile(t), or transform one module that holds both."
+        )
+    if not found:
+        return None
+    return Compilation(found[0], frame=found[0].frame(None, inlined=True), inlined=True)
+
+
+def _check_inlined(state: State, record: GraphRecord) -> None:
+    wanted = [n for n, t in state.treatments().items() if t is Treatment.RECOMPUTE]
+    if wanted and not any(r.layer.name in wanted for r in record.regions):
+        raise CaptureError(
+            f"fxckpt: a compiled function that calls {type(state.model).__name__} contains no call of a layer to be "
+            f"recomputed ({', '.join(wanted[:5])}). Name other layers, or call the original model."
+        )

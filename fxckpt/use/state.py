@@ -168,12 +168,14 @@ class Compilation:
         root: the module whose frame was captured, if known.
         frame: that frame.
         inspect_only: stop, by :class:`Inspected`, once the rewritten graphs are there.
+        inlined: the model is called inside somebody else's frame.
     """
 
     state: State
     root: nn.Module | None = None
     frame: Frame = field(default_factory=Frame)
     inspect_only: bool = False
+    inlined: bool = False
 
 
 class Inspected(Exception):
@@ -201,8 +203,8 @@ def _around(model: nn.Module, layers: list[BoundaryLayer], root: nn.Module | Non
 
     A frame of its own starts after a graph break, or where FSDP2 hooks a layer.
     """
-    if root is None or root is model:
+    if root is None:
         return ()
     names = [name for name, module in model.named_modules(remove_duplicate=False) if module is root]
-    found = [b for b in layers if any(n == b.name or n.startswith(b.name + ".") for n in names)]
+    found = [b for b in layers if any(not b.name or n == b.name or n.startswith(b.name + ".") for n in names)]
     return tuple(sorted(found, key=lambda b: len(b.name)))

@@ -45,6 +45,7 @@ def make_view(model: nn.Module, settings: Settings) -> nn.Module:
         **_switches(base),
     }
     view_class = type(base.__name__, (base,), namespace)
+    view_class.forward = namespace["forward"]  # type: ignore[attr-defined]  # transformers' layers wrap it on subclassing
     view: nn.Module = object.__new__(view_class)  # FSDP2 classes override __new__
     view.__dict__ = model.__dict__
     return view
@@ -149,8 +150,8 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 def _no_replica(self: Any) -> nn.Module:
     raise UnsupportedError(
-        "fxckpt: nn.DataParallel runs replicas of a model, and a transformed model has none. Use DistributedDataParallel, "
-        "or one device a process (CUDA_VISIBLE_DEVICES)."
+        "fxckpt: nn.DataParallel runs replicas of a model, and a transformed model has none. Use "
+        "DistributedDataParallel, or one device a process (CUDA_VISIBLE_DEVICES)."
     )
 
 

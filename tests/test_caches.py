@@ -1,0 +1,173 @@
+"""Compile caches on disk: used again by equal transforms, and by nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import json, sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import fxckpt
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.a, self.b = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4 if broken else 3))
+        self.broken = broken
+
+    def forward(self, x):
+        for b in self.blocks:
+            x = b(x)
+            if self.broken:
+                torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+def step(settings, inspected):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    broken = settings.pop("broken", False)
+    model, x = Net(broken), torch.randn(5, 8)
+    source = settings.pop("source", None)
+    if source:
+        fxckpt.config.source_hash = lambda: source
+    switch = settings.pop("switch", None)
+    spare = settings.pop("spare", False)
+    if spare:  # a boundary layer that is never called, counted before the others
+        model._modules = {"spare": Block(8), **model._modules}
+    if "predicate" in settings:
+        last = settings.pop("predicate")
+        settings["layers"] = lambda name, module: isinstance(module, Block) and not name.endswith(last)
+    t = fxckpt.transform(model, **{"layers": "blocks.*", **settings}) if settings else model
+    if switch:
+        t.gradient_checkpointing_enable(**switch)
+    loss = torch.compile(t)(x=x)
+    loss.backward()
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    result = {
+        "hits": aot["autograd_cache_hit"] + inductor["fxgraph_cache_hit"],
+        "misses": aot["autograd_cache_miss"] + inductor["fxgraph_cache_miss"],
+        "loss": loss.item(),
+        "grads": [p.grad.double().abs().sum().item() for p in model.parameters() if p.grad is not None],
+    }
+    if inspected and settings:
+        records = fxckpt.graphs(t)
+        result["regions"] = [[r.name for r in g.regions] for g in records]
+        result["recomputed"] = [[r.region.name for r in g.plan.regions if r.recompute] if False else
+                                sorted(fxckpt.selected_layers(t)) for g in records]
+        result["transfers"] = [list(g.transfers) for g in records]
+        result["saved"] = [[(n.name, list(n.meta["val"].shape)) for n in g.saved] for g in records]
+        report = fxckpt.explain(t).to_dict()
+        result["explain"] = report
+        result["text"] = str(fxckpt.explain(t))
+    return result
+
+
+jobs = json.loads(sys.argv[1])
+print("RESULT" + json.dumps([step(job, True) for job in jobs]))
+"""
+
+
+def process(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each job, compiled one after the other in a process of its own, did with the caches in `folder`."""
+    caches = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    env = {**os.environ, **caches, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(jobs)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.split("RESULT")[1].splitlines()[0])
+    return results
+
+
+def same_numbers(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert got["grads"] == pytest.approx(want["grads"], rel=1e-5)
+
+
+BASE = {"every_n": 1, "offload": False}
+PLAIN: dict[str, Any] = {}
+CHANGES: dict[str, dict[str, Any]] = {
+    "every_n": {"every_n": 2},
+    "offload": {"every_n": 1, "offload": True},
+    "layers": {"every_n": 1, "layers": ["blocks.0", "blocks.2"]},
+    "predicate": {"every_n": 1, "predicate": "0"},
+    "other predicate": {"every_n": 1, "predicate": "1"},
+    "policy": {"policy": ["blocks.1"]},
+    "layers before": {"every_n": 2, "layers": ["blocks.*", "spare"], "spare": True},
+    "fxckpt's source": {**BASE, "source": "another"},
+}
+
+
+def test_a_second_process_uses_the_cache_and_can_be_inspected(tmp_path: Path) -> None:
+    for settings in (BASE, CHANGES["offload"]):
+        (cold,) = process(tmp_path, settings)
+        (warm,) = process(tmp_path, settings)
+        assert cold["hits"] == 0 and cold["misses"] > 0
+        assert warm["hits"] > 0 and warm["misses"] == 0
+        assert warm["loss"] == cold["loss"] and warm["grads"] == cold["grads"]
+        assert warm["regions"] == cold["regions"] == [["blocks.0", "blocks.1", "blocks.2"]]
+        assert bool(cold["transfers"][0]) == settings["offload"]
+        for what in ("transfers", "saved", "explain", "text"):
+            assert warm[what] == cold[what], what
+
+
+def test_other_settings_miss(tmp_path: Path) -> None:
+    (cold,) = process(tmp_path, BASE)
+    results = process(tmp_path, *CHANGES.values(), PLAIN, BASE)
+    for name, result in zip([*CHANGES, "plain"], results, strict=False):
+        assert result["hits"] == 0 and result["misses"] > 0, f"{name}: an artefact of other settings was used"
+        same_numbers(result, cold)
+    changed = dict(zip(CHANGES, results, strict=False))
+    assert changed["every_n"]["recomputed"] == [["blocks.0", "blocks.2"]]
+    assert changed["layers before"]["recomputed"] == [["blocks.1", "spare"]]
+    assert changed["offload"]["transfers"][0] and not changed["every_n"]["transfers"][0]
+    again = process(tmp_path, *CHANGES.values(), PLAIN)
+    for name, result in zip([*CHANGES, "plain"], again, strict=True):
+        assert result["hits"] > 0 and result["misses"] == 0, f"{name}: its own artefact was not found"
+
+
+def test_the_plain_models_artefact_is_not_taken(tmp_path: Path) -> None:
+    plain, ours, plain_again = process(tmp_path, PLAIN, BASE, PLAIN)
+    assert plain["hits"] == 0 and ours["hits"] == 0 and plain_again["hits"] > 0
+    same_numbers(ours, plain)
+    assert ours["regions"] == [["blocks.0", "blocks.1", "blocks.2"]]
+
+
+def test_frames_of_alike_layers_are_told_apart(tmp_path: Path) -> None:
+    """After graph breaks each layer is a graph of its own, of the same text whether it is recomputed or kept."""
+    settings = {"every_n": 2, "broken": True}
+    cold, again = process(tmp_path, settings, settings)
+    (warm,) = process(tmp_path, settings)
+    assert cold["regions"] == [["blocks.0"], ["blocks.1"], ["blocks.2"]]
+    assert cold["hits"] == 0, "a kept layer's graph was taken for a recomputed layer"
+    kept, recomputed = cold["saved"][1:]
+    assert kept != recomputed
+    for result in (again, warm):
+        assert result["hits"] > 0 and result["misses"] == 0
+        assert result["regions"] == cold["regions"] and result["saved"] == cold["saved"]
+        assert result["loss"] == cold["loss"] and result["grads"] == cold["grads"]

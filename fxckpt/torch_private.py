@@ -35,6 +35,8 @@ from torch._guards import Guard, CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
 
+from fxckpt import graph
+
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
@@ -222,6 +224,18 @@ def guard_root_module(check: Callable[[nn.Module], bool], text: str) -> None:
         builder.get_guard_manager(guard).add_lambda_guard(check, [text], None)
 
     context.guards_context.dynamo_guards.add(Guard(LocalSource(local[0], is_input=True), root_module_guard))
+
+
+def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that Dynamo captured, which still says where in the model each input comes from."""
+    copied = graph.snapshot(gm)
+    for old, new in zip(graph.placeholders(gm.graph), graph.placeholders(copied.graph), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, name):
+            object.__setattr__(copied, name, getattr(gm, name))
+    return copied
 
 
 # --- AOTAutograd ------------------------------------------------------------------------------------------------------

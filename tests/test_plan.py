@@ -43,13 +43,11 @@ class Model(nn.Module):
         return out if isinstance(out, tuple) else out.square().mean()
 
 
-def planned(
-    model: nn.Module, batch: dict[str, Any] | None = None, eager: Callable[..., Any] | None = None, **settings: Any
-) -> GraphRecord:
+def planned(model: nn.Module, **settings: Any) -> GraphRecord:
     """The one graph of a training step, whose loss, gradients and buffers are those of eager, bit for bit."""
     model.to(DEVICE)
     torch.manual_seed(0)
-    batch = batch or {"x": torch.randn(4, 8, device=DEVICE)}
+    batch = {"x": torch.randn(4, 8, device=DEVICE)}
     start = {k: v.clone() for k, v in model.state_dict().items()}
     want = train_step(model, model, batch)
     model.load_state_dict(start)
@@ -85,16 +83,9 @@ def boundaries(record: GraphRecord) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dropout"),
-    [
-        ("llama", False),
-        ("gpt2_8layers", True),
-        ("bert", True),
-        ("plain_token_model", True),
-        ("plain_tuple_block", False),
-    ],
+    ("name", "dropout", "every_n"),
+    [("llama", False, 1), ("gpt2_8layers", True, 3), ("bert", True, 2), ("plain_tuple_block", True, 1)],
 )
-@pytest.mark.parametrize("every_n", [1, 2])
 def test_interior_values_are_never_saved(name: str, dropout: bool, every_n: int) -> None:
     record = of_zoo(name, dropout, every_n=every_n, offload=True)
     inside = {n.name for r in record.regions if treatment(record, r.name) == "recompute" for n in r.nodes}
@@ -120,8 +111,7 @@ def test_interior_values_of_kept_layers_are_saved_as_without_fxckpt() -> None:
 # ---- bytes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every_n", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("every_n", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32)])
 def test_offloaded_bytes_of_a_llama(every_n: int, dtype: torch.dtype) -> None:
     """Selected layers x batch x sequence x hidden x itemsize."""
     model, batch = build("llama")
@@ -192,7 +182,7 @@ def test_what_is_dear_to_compute_is_saved_though_it_depends_on_no_parameter() ->
 
 
 def test_random_values_are_saved_not_drawn_again() -> None:
-    record = planned(with_given(lambda model, h: torch.rand_like(h)))
+    record = planned(with_given(lambda model, h: torch.rand(4, 8, device=h.device)))
     (extra,) = (b for b in record.plan.boundaries if len(b.regions) == 2)
     assert not extra.offload
     assert not any(G.draws_random(n) for n in record.backward.graph.nodes)
@@ -319,8 +309,9 @@ def test_outputs_of_layer_norms_are_saved_each(offload: bool) -> None:
     record = of_zoo("bert", every_n=1, offload=offload)
     assert len(record.plan.boundaries) == LAYERS
     nodes = {b.node for b in record.plan.boundaries}
-    values = saved_values(record)
-    assert nodes <= {n.name for n in values} and all(G.is_getitem(n) for n in values if n.name in nodes)
+    saved = [n for n in saved_values(record) if n.name in nodes]
+    assert {n.name for n in saved} == nodes
+    assert sum(G.is_getitem(n) for n in saved) == LAYERS - 1, "the first layer reads what a dropout left"
     assert len(record.transfers) == (LAYERS if offload else 0)
     again = [n.name for n in _recomputed(record) if n.name in nodes]
     assert not again, "a boundary is read, not computed"
@@ -410,7 +401,7 @@ class Counting(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = torch.tanh(self.a(x) * self.ema)
+        before = torch.tanh(self.a(x) * self.ema.clone())
         with torch.no_grad():
             self.ema.mul_(0.9).add_(0.1 * x.mean(0))
             self.steps.add_(1)

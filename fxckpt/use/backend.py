@@ -94,7 +94,7 @@ class MarkingBackend:
 
 def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | None, frame: Frame) -> Callable[[], None]:
     """A function that captures `gm` again for inspection: up to the rewritten graphs, on fake tensors, uncached."""
-    copied = G.snapshot(gm)
+    copied = torch_private.copy_captured(gm)
     inputs = [G.example_value(n) for n in G.placeholders(gm.graph)]
     context = torch_private.CaptureContext.now()
 

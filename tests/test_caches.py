@@ -61,7 +61,7 @@ def step(settings):
     torch.manual_seed(0)
     broken = settings.pop("broken", False)
     model, x = Net(broken), torch.randn(5, 8)
-    source = settings.pop("source", None)
+    source, inside = settings.pop("source", None), settings.pop("inside", False)
     if source:
         fxckpt.config.source_hash = lambda: source
     spare = settings.pop("spare", False)
@@ -71,7 +71,8 @@ def step(settings):
         last = settings.pop("predicate")
         settings["layers"] = lambda name, module: isinstance(module, Block) and not name.endswith(last)
     t = fxckpt.transform(model, **{"layers": "blocks.*", **settings}) if settings else model
-    loss = torch.compile(t)(x=x)
+    run = torch.compile((lambda x: t(x=x) + 0.0) if inside else t)
+    loss = run(x=x)
     shapes = held(loss.grad_fn, set())
     loss.backward()
     result = {
@@ -155,6 +156,18 @@ def test_other_settings_miss(tmp_path: Path) -> None:
     again = process(tmp_path, *CHANGES.values(), PLAIN)
     for name, result in zip([*CHANGES, "plain"], again, strict=True):
         assert result["hits"] > 0 and result["misses"] == 0, f"{name}: its own artefact was not found"
+
+
+def test_calls_inside_a_compiled_function_are_told_apart(tmp_path: Path) -> None:
+    """A layer that is counted and not called moves the choice of the others, and leaves the graph as it is."""
+    one, other = (
+        {"every_n": 2, "inside": True},
+        {**CHANGES["layers before"], "inside": True, "layers": ["blocks.*", "spare"]},
+    )
+    results = process(tmp_path, one, other, {**one, "offload": True}, one)
+    assert [r["hits"] > 0 for r in results] == [False, False, False, True]
+    assert results[0]["held"] != results[1]["held"]
+    assert results[3]["held"] == results[0]["held"]
 
 
 def test_the_plain_models_artefact_is_not_taken(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ class MarkingBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph that Dynamo captured; its partition runs the rewrite."""
         state = self.state
-        marks.mark(gm, state.key)
         root = torch_private.captured_root_module()
+        marks.mark(gm, state.frame_key(root))
         if root is not None and root is not state.model:
             self._guard(state, root)
         captures, hits = state.captures, torch_private.cache_hits()

@@ -31,7 +31,7 @@ class State:
         settings: what was asked for.
         records: one for each captured graph, in order of capture.
         pending: captures that a compile cache answered; each leaves its record when called.
-        key: the settings' key, for compile caches.
+        key: text that names the settings and what becomes of each layer, for compile caches.
         number: this state's own in this process, for annotations.
         captures: joint graphs seen so far, rewritten or about to be.
         found: whether a call of a layer that is to be recomputed was seen in one of them.
@@ -54,7 +54,7 @@ class State:
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
-        self.key = self.settings.key()
+        self.key = self._make_key()
         _by_number[self.number] = self
 
     def layers(self) -> list[BoundaryLayer]:
@@ -79,6 +79,16 @@ class State:
                     inside = tuple(chosen.get(id(m)) for m in inner.modules() if id(m) in chosen and m is not inner)
                     self._patterns[id(inner)] = (*around[id(inner)], None, *inside)
             return self._patterns.get(id(module), ())
+
+    def _make_key(self) -> str:
+        return f"{self.settings.key()} {self._pattern_text(self.model)}"
+
+    def frame_key(self, root: nn.Module | None) -> str:
+        """The key of a graph captured from a frame of `root`: alike layers, kept or recomputed, have equal graphs."""
+        return self.key if root is None or root is self.model else f"{self.key} {self._pattern_text(root)}"
+
+    def _pattern_text(self, module: nn.Module) -> str:
+        return "".join("/" if t is None else t.value[0] for t in self.treatment_pattern(module))
 
     def _treated(self) -> list[tuple[BoundaryLayer, Treatment]]:
         layers = self.layers()
@@ -125,13 +135,13 @@ class State:
         """Take new settings; graphs captured under the old ones are forgotten."""
         with self.lock:
             self.settings = settings
-            self.key = settings.key()
+            self._patterns.clear()
+            self.key = self._make_key()
             self.captures = 0
             self.found = False
             self.records.clear()
             self.pending.clear()
             self.compiled.clear()
-            self._patterns.clear()
 
     def resolve_pending(self) -> None:
         """Capture again, for inspection only, what a compile cache answered."""

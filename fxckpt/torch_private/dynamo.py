@@ -1,46 +1,29 @@
-"""The one module that reaches PyTorch's private parts; a new PyTorch release breaks this place or none.
-
-Each function says what it stands on. Written for torch 2.11 to 2.14.
-"""
+"""Dynamo: frames, their backends, and the module whose frame is being captured."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch._dynamo.eval_frame as _eval_frame
-import torch._functorch._aot_autograd.graph_compile as _graph_compile
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
-from torch._dynamo.backends.common import aot_autograd
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import counters
 from torch._dynamo.source import LocalSource
-from torch._guards import Guard, CompileContext, TracingContext, tracing
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.fx.graph import _BoxedCodeGen
+from torch._guards import CompileContext, Guard, TracingContext
 
 from fxckpt import graph
-
-Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-
-
-# --- Dynamo -----------------------------------------------------------------------------------------------------------
 
 
 def run_natively(function: Callable[..., Any]) -> None:
@@ -236,182 +219,6 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(gm, name):
             object.__setattr__(copied, name, getattr(gm, name))
     return copied
-
-
-# --- AOTAutograd ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class JointCapture:
-    """A joint graph on its way into the partitioner.
-
-    Attributes:
-        inputs: the flat inputs (fake tensors), in the order of the graph's first placeholders.
-        parameters: for each input, whether it is a module's parameter.
-        mutated: for each input, whether the step changes its data.
-    """
-
-    inputs: Sequence[Any]
-    parameters: tuple[bool, ...]
-    mutated: tuple[bool, ...]
-
-
-PartitionHook = Callable[
-    [fx.GraphModule, JointCapture], "Callable[[Partition, fx.GraphModule, Any, dict[str, Any]], Any] | None"
-]
-"""``hook(joint graph, capture)`` gives None to leave the graph alone, or ``rewrite(partition, gm, inputs, kwargs)``."""
-
-_original_stage: Callable[..., Any] = _graph_compile._aot_stage2a_partition
-_hook: PartitionHook | None = None
-
-
-def install_partition_hook(hook: PartitionHook) -> None:
-    """Let `hook` see every joint graph before AOTAutograd partitions it, whatever the backend.
-
-    Wraps ``_aot_stage2a_partition``, the one step all AOTAutograd backends share. Graphs for which the hook returns
-    None go their ordinary way.
-    """
-    global _hook
-    _hook = hook
-    _graph_compile._aot_stage2a_partition = cast("Any", _partition_stage)
-
-
-@functools.wraps(_original_stage)
-def _partition_stage(
-    fx_g: fx.GraphModule, joint_inputs: Any, subclass_meta: Any, fw_metadata: Any, aot_config: Any, *rest: Any
-) -> Any:
-    partition: Partition = rest[0] if rest else aot_config.partition_fn
-    rewrite = _hook(fx_g, _describe_capture(joint_inputs, fw_metadata, aot_config)) if _hook else None
-    if rewrite is None:
-        return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, *rest)
-
-    def replaced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        if is_inductor_partition(partition):
-            owner = _InductorPartitioner(rewrite, inductor_config.custom_partitioner_fn)
-            with inductor_config.patch(custom_partitioner_fn=owner):
-                return partition(gm, inputs, **kwargs)
-        return rewrite(min_cut_rematerialization_partition, gm, inputs, kwargs)
-
-    if rest:
-        return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, replaced, *rest[1:])
-    aot_config.partition_fn = replaced  # torch 2.11 keeps the partitioner in the config
-    try:
-        return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config)
-    finally:
-        aot_config.partition_fn = partition
-
-
-def is_inductor_partition(partition: Partition) -> bool:
-    """Whether `partition` is Inductor's own partition step (its joint-graph passes, then a partitioner)."""
-    inner = partition
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    return getattr(inner, "__module__", "") == "torch._inductor.compile_fx"
-
-
-class _InductorPartitioner(CustomPartitionerFn):
-    """Stands in Inductor's config for the length of one partition step, after its joint-graph passes."""
-
-    def __init__(self, rewrite: Callable[..., Any], previous: Any) -> None:
-        self.rewrite = rewrite
-        self.previous = previous
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        partition = self.previous or min_cut_rematerialization_partition
-        return self.rewrite(partition, gm, joint_inputs, kwargs)
-
-    def uuid(self) -> Any:
-        return None
-
-
-def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any) -> JointCapture:
-    inputs = list(joint_inputs[0] if isinstance(joint_inputs, tuple) else joint_inputs)
-    sources = aot_config.aot_autograd_arg_pos_to_source or []
-    static = set(fw_metadata.static_input_indices or ())
-    parameters = []
-    for i, item in enumerate(inputs):
-        if i < len(sources):
-            parameters.append("_parameters[" in _source_name(sources[i]))
-        else:  # not from Dynamo: inputs that live as long as the model
-            parameters.append(isinstance(item, nn.Parameter) or i in static)
-    info = fw_metadata.input_info
-    mutated = [i < len(info) and bool(info[i].mutates_data) for i in range(len(inputs))]
-    return JointCapture(inputs, tuple(parameters), tuple(mutated))
-
-
-def _source_name(source: Any) -> str:
-    name = source.name  # a method up to torch 2.9, a property since
-    return str(name() if callable(name) else name)
-
-
-def aot_backend(
-    forward: Callable[..., Any], backward: Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
-) -> Any:
-    """Trace `gm` to a joint graph, partition it, and compile both halves with the given compilers.
-
-    Donated buffers are off: they would forbid a second backward with ``retain_graph=True``.
-    """
-    with functorch_config.patch(donated_buffer=False):
-        backend = aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=backward,
-            partition_fn=min_cut_rematerialization_partition,
-            keep_inference_input_mutations=True,
-        )
-        return backend(gm, list(example_inputs))
-
-
-def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """`gm` as a function of ONE list of inputs, which it empties, so that each value is freed after its last use."""
-    gm.graph.set_codegen(_BoxedCodeGen())
-    gm.recompile()
-    forward = gm.forward
-
-    def run(args: list[Any]) -> Any:
-        return forward(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def cache_hits() -> int:
-    """How often AOTAutograd's cache has answered in this process."""
-    return int(counters["aot_autograd"]["autograd_cache_hit"])
-
-
-@dataclass(frozen=True)
-class CaptureContext:
-    """What a graph was captured under, kept to capture it again: tracing context and autocast state."""
-
-    tracing: Any
-    autocast: tuple[tuple[str, torch.dtype], ...]
-
-    @classmethod
-    def now(cls) -> CaptureContext:
-        """Of the capture under way."""
-        on = [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
-        return cls(TracingContext.try_get(), tuple((d, torch.get_autocast_dtype(d)) for d in on))
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within this context a graph is captured as it was then, and no cache is asked."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(frame_evaluation_paused())
-            stack.enter_context(tracing(self.tracing))
-            stack.enter_context(inductor_config.patch(force_disable_caches=True))
-            for device, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype))
-            yield
-
-
-def with_inductor_options(backend: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
-    """`backend` with further Inductor options where it is ``torch.compile``'s Inductor; the user's own options win."""
-    if not isinstance(backend, torch._TorchCompileInductorWrapper):
-        return backend
-    made = copy.copy(backend)
-    made.config = {**defaults, **backend.config}
-    return made
 
 
 def own_error(error: BaseException, kind: type[BaseException]) -> BaseException | None:

@@ -1,0 +1,59 @@
+"""The one place that reaches PyTorch's private parts; a new PyTorch release breaks this place or none.
+
+Each function says what it stands on. Written for torch 2.11 to 2.14.
+"""
+
+from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
+
+from fxckpt.torch_private.aot import (
+    CaptureContext,
+    JointCapture,
+    Partition,
+    aot_backend,
+    boxed,
+    cache_hits,
+    install_partition_hook,
+    min_cut_rematerialization_partition,
+    with_inductor_options,
+)
+from fxckpt.torch_private.dynamo import (
+    RecompileLimit,
+    UserBackend,
+    bypassing_stance,
+    captured_function,
+    captured_root_module,
+    capturing,
+    compile_frame,
+    copy_captured,
+    guard_root_module,
+    is_capture_failure,
+    own_error,
+    run_natively,
+    user_backend,
+)
+
+__all__ = [
+    "CaptureContext",
+    "JointCapture",
+    "Partition",
+    "RecompileLimit",
+    "UserBackend",
+    "aot_backend",
+    "boxed",
+    "bypassing_stance",
+    "cache_hits",
+    "captured_function",
+    "captured_root_module",
+    "capturing",
+    "compile_frame",
+    "copy_captured",
+    "guard_root_module",
+    "install_partition_hook",
+    "is_capture_failure",
+    "min_cut_rematerialization_partition",
+    "own_error",
+    "run_natively",
+    "set_eval_frame",
+    "user_backend",
+    "with_inductor_options",
+]

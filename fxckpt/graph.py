@@ -283,7 +283,7 @@ def draws_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    return argument(node, "dropout_p") != 0.0  # attention without dropout draws nothing
+    return bool(argument(node, "dropout_p") != 0.0)  # attention without dropout draws nothing
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -93,8 +93,8 @@ def _refuse_containers(spec: LayerSpec, hits: set[str], named: dict[str, nn.Modu
 def _nothing_found(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} has no GradientCheckpointingLayer, so fxckpt does not know what to recompute. Say "
-        f"which modules are its repeated layers with layers=(a class, a name pattern or a predicate (name, module) -> bool). "
-        + _candidates(model)
+        f"which modules are its repeated layers with layers=(a class, a name pattern or a predicate (name, module) -> "
+        f"bool). {_candidates(model)}"
     )
 
 

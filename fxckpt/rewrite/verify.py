@@ -100,8 +100,9 @@ def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> Non
 
 def _check_interior(saved: list[object], where: str) -> None:
     for node in saved:
-        tag = G.tag(node) if isinstance(node, fx.Node) else None
-        if tag is None or G.tensor(node) is None or G.keeps_saved(node) or _runs_once(node):
+        if not isinstance(node, fx.Node) or (tag := G.tag(node)) is None:
+            continue
+        if G.tensor(node) is None or G.keeps_saved(node) or _runs_once(node):
             continue
         if tag.kind is G.Kind.INTERIOR:
             raise VerifyError(f"{where}: {node.name}, inside recomputed region {tag.regions}, is saved for backward.")

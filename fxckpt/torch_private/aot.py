@@ -13,7 +13,7 @@ import torch
 import torch._functorch._aot_autograd.graph_compile as _graph_compile
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters

@@ -214,7 +214,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     copied = graph.snapshot(gm)
     for old, new in zip(graph.placeholders(gm.graph), graph.placeholders(copied.graph), strict=True):
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, name):
             object.__setattr__(copied, name, getattr(gm, name))

@@ -114,7 +114,8 @@ def annotation(node: fx.Node, key: str) -> Any:
 
 def is_forward(node: fx.Node) -> bool:
     """Whether the joint graph's tracer recorded `node` in the forward."""
-    return node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
+    backward = ("is_backward", "must_be_in_backward")  # the latter: changes of inputs made by a backward
+    return node.op == "call_function" and node.meta.get("partitioner_tag") not in backward
 
 
 def is_offload(node: fx.Node) -> bool:

@@ -221,6 +221,18 @@ def test_a_part_of_a_value_is_saved_as_the_part() -> None:
     assert G.tensor(offload).untyped_storage().nbytes() == 32, "the host copy holds the part only"
 
 
+def test_parts_of_one_storage_are_offloaded_each() -> None:
+    """As Gemma 4's inputs of each layer, which are computed at once: the parts together are the storage, once."""
+
+    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
+        whole = torch.exp(torch.stack([h, h + 1], 1))
+        return model.blocks[0](whole[:, 0]) + model.blocks[1](whole[:, 1])
+
+    record = planned(Model(Residual(8), Residual(8), run=run))
+    assert [b.shape for b in record.plan.boundaries] == [(4, 8), (4, 8)]
+    assert list(record.transfers) == ["blocks_0_input", "blocks_1_input"]
+
+
 def test_a_part_of_what_is_saved_anyway_is_not_saved_once_more() -> None:
     def run(model: Model, h: torch.Tensor) -> torch.Tensor:
         return model.blocks[0](h) + model.blocks[1](h[:2]).repeat(2, 1)
@@ -373,6 +385,28 @@ def test_what_a_selective_policy_must_save_is_saved(policy: list[str]) -> None:
     assert not any(G.is_offload(u) for n in saved if G.overload_packet(n) is aten.addmm for u in n.users)
 
 
+class OwnMask(nn.Module):
+    """Makes a mask in a checkpointed function whose policy saves masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def both(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.ones(8, 8, device=x.device).tril()[:4]
+        return torch.tanh(self.a(x)) * mask, mask
+
+    def forward(self, x: torch.Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, [aten.tril.default])
+        return checkpoint(self.both, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_a_mask_that_a_selective_policy_saves_is_saved() -> None:
+    run = lambda model, h: model.blocks[1](*model.blocks[0](h))  # noqa: E731
+    record = planned(Model(OwnMask(), Scaled(), run=run), policy=["blocks.1"])
+    assert aten.tril in targets([G.view_base(n) for n in saved_values(record)])
+
+
 def test_a_recomputed_layer_that_checkpoints_itself_saves_nothing_inside() -> None:
     record = planned(Model(Own(), Own()))
     assert [b.name for b in record.plan.boundaries] == ["blocks_0_input", "blocks_1_input"]
@@ -417,22 +451,53 @@ class Normed(nn.Module):
         return x + torch.relu(self.norm(self.a(x)))
 
 
-@pytest.mark.parametrize("block", [Counting, Normed])
-@pytest.mark.parametrize("every_n", [1, 2])
+def three_steps(block: type[nn.Module], wrap: Callable[[nn.Module], Any]) -> list[Step]:
+    torch.manual_seed(0)
+    model = Model(*(block() for _ in range(3))).to(DEVICE)
+    x = torch.randn(4, 8, device=DEVICE)
+    run = wrap(model)
+    return [train_step(run, model, {"x": x + i}) for i in range(3)]
+
+
+@pytest.mark.parametrize(("block", "every_n"), [(Counting, 1), (Normed, 1), (Normed, 2), (Counting, 2)])
 def test_changed_buffers_are_read_as_they_were(block: type[nn.Module], every_n: int) -> None:
     """Over three steps loss, gradients and buffers are eager's: each state change happens once a step."""
-
-    def steps(wrap: Callable[[nn.Module], Any]) -> list[Step]:
-        torch.manual_seed(0)
-        model = Model(*(block() for _ in range(3))).to(DEVICE)
-        x = torch.randn(4, 8, device=DEVICE)
-        run = wrap(model)
-        return [train_step(run, model, {"x": x + i}) for i in range(3)]
-
-    want = steps(lambda model: model)
     transformed = partial(fxckpt.transform, layers=[block], every_n=every_n, offload=True, verify=True)
-    for got, plain in zip(steps(transformed), want, strict=True):
+    want = three_steps(block, lambda model: model)
+    for got, plain in zip(three_steps(block, transformed), want, strict=True):
         assert not differences(got.values(), plain.values())
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, calls)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, calls = ctx.saved_tensors
+        calls.add_(1)
+        return grad * x.cos(), None
+
+
+class CountsBackwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Counts.apply(self.a(x), self.calls)
+
+
+def test_a_buffer_that_the_backward_changes() -> None:
+    """What the backward writes is no value of the region, and is written once."""
+    record = planned(Model(CountsBackwards(), CountsBackwards()))
+    copies = [n for n in record.backward.graph.nodes if n.target is aten.copy_.default]
+    assert len(copies) == 2
+    assert len(record.plan.boundaries) == 2
+    assert {n.name for n in saved_values(record)} >= {b.node for b in record.plan.boundaries}
 
 
 def test_the_old_value_is_a_copy_that_is_saved() -> None:

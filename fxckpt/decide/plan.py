@@ -213,7 +213,7 @@ def _add_reader(draft: _Draft, node: fx.Node, region: Region) -> None:
 
 def _try_free(draft: _Draft, value: fx.Node) -> None:
     closure = G.walk_inputs([value], lambda n: n.op == "call_function" and n not in draft.free)
-    if not all(is_cheap(n) for n in closure):
+    if not all(is_cheap(n) and not G.keeps_saved(n) for n in closure):
         return
     sources = {i for n in closure for i in n.all_input_nodes if i.op == "placeholder" and G.tensor(i) is not None}
     if sum(G.nbytes(s) for s in sources) < max(G.nbytes(value), 1):

@@ -15,16 +15,17 @@ _RECOMPUTED = (G.Kind.INTERIOR, G.Kind.FREE)
 
 
 def copy_changed_inputs(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
-    """Let recomputed values read inputs that the step changes (running statistics, counters) as they were before.
+    """Let the step read inputs that it changes (running statistics, counters) as they were before.
 
-    The forward writes such an input in place at its end; the backward would read the new value. Recomputed values
-    read a copy instead, which is saved.
+    The forward writes such an input in place at its end; what the backward recomputes, in a recomputed region or where
+    the partitioner chose to, would read the new value. All readers read a copy instead, which is saved where the
+    backward needs it.
 
     Needs: tags. Leaves: tag STATE on the copies.
     """
     for source in changed:
-        readers = [u for u in source.users if (t := G.tag(u)) is not None and t.kind in _RECOMPUTED]
-        if not readers:
+        readers = [u for u in source.users if u.op == "call_function" and not _writes(u, source)]
+        if not readers or G.tensor(source) is None:
             continue
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
@@ -34,6 +35,12 @@ def copy_changed_inputs(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
         G.set_tag(copied, G.Tag(G.Kind.STATE))
         for reader in readers:
             reader.replace_input_with(source, copied)
+
+
+def _writes(node: fx.Node, target: fx.Node) -> bool:
+    """Whether `node` changes `target` in place, as the copy of a new value at the forward's end does."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(node.args) and node.args[0] is target
 
 
 def _fake_clone(source: fx.Node) -> torch.Tensor:

@@ -147,7 +147,7 @@ def _check_transfers(
 
 
 def _check_offloads(offloads: list[fx.Node], kept_alive: set[fx.Node], saved: list[object], where: str) -> None:
-    sources: set[fx.Node] = set()
+    moved: Counter[fx.Node] = Counter()
     for node in offloads:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -160,9 +160,10 @@ def _check_offloads(offloads: list[fx.Node], kept_alive: set[fx.Node], saved: li
             raise VerifyError(f"{where}: {node.name} offloads {base.name}, an input of the graph.")
         if base in kept_alive:
             raise VerifyError(f"{where}: {node.name} offloads {source.name}, which an output of the graph keeps alive.")
-        if base in sources:
+        moved[base] += G.nbytes(source)
+        whole = G.tensor(base)
+        if whole is not None and moved[base] > max(G.storage_nbytes(whole), G.nbytes(source)):
             raise VerifyError(f"{where}: the storage of {base.name} is offloaded twice.")
-        sources.add(base)
 
 
 def _check_reload(node: fx.Node, offload: fx.Node, where: str) -> None:

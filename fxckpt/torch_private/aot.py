@@ -70,6 +70,9 @@ def _partition_stage(
     if rewrite is None:
         return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, *rest)
 
+    if not functorch_config.donated_buffer:
+        fw_metadata.bw_donated_idxs = []  # left at None, it counts as donated where retain_graph=True asks
+
     def replaced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if is_inductor_partition(partition):
             owner = _InductorPartitioner(rewrite, inductor_config.custom_partitioner_fn)

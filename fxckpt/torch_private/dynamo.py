@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.source import LocalSource
 from torch._guards import CompileContext, Guard, TracingContext
 
@@ -138,7 +138,7 @@ def capturing(recurrent: bool) -> Iterator[None]:
 
 def is_capture_failure(error: BaseException) -> bool:
     """Whether Dynamo raised `error` because it cannot capture the code, and not the code itself."""
-    return isinstance(error, TorchDynamoException)
+    return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 
 class RecompileLimit(Exception):

@@ -1,0 +1,367 @@
+"""Calls in any order, memory that returns to its level, and the transfer operators."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxckpt
+from fxckpt.runtime import ops as runtime
+from tests.helpers import assert_close, assert_same, grads, train_step
+from tests.situations.models import Residual, Stack, stack
+
+Xs = list[torch.Tensor]
+Run = Callable[..., torch.Tensor]
+
+
+def pair(backend: str | None, **settings: Any) -> tuple[Run, Stack]:
+    model, _ = stack(lambda: Residual(8))
+    t = fxckpt.transform(model, layers=Residual, **{"offload": True, **settings})
+    return (torch.compile(t, backend=backend) if backend else t), model
+
+
+def inputs(n: int = 3) -> Xs:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(5, 8, generator=generator) for _ in range(n)]
+
+
+# ---- forwards and backwards in any order ---------------------------------------------------------------------------
+
+
+def accumulated(run: Run, xs: Xs) -> None:
+    for x in xs:
+        (run(x=x) / len(xs)).backward()
+
+
+def together(run: Run, xs: Xs) -> None:
+    losses = [run(x=x) for x in xs]
+    (losses[0] * losses[1] + losses[2]).backward()
+
+
+def first_in_first_out(run: Run, xs: Xs) -> None:
+    for loss in [run(x=x) for x in xs]:
+        loss.backward()
+
+
+def last_in_first_out(run: Run, xs: Xs) -> None:
+    for loss in reversed([run(x=x) for x in xs]):
+        loss.backward()
+
+
+def interleaved(run: Run, xs: Xs) -> None:
+    a = run(x=xs[0])
+    b = run(x=xs[1])
+    a.backward()
+    c = run(x=xs[2])
+    c.backward()
+    b.backward()
+
+
+def evaluated_between(run: Run, xs: Xs) -> None:
+    a = run(x=xs[0])
+    with torch.no_grad():
+        run(x=xs[1])
+    a.backward()
+
+
+def retained(run: Run, xs: Xs) -> None:
+    loss = run(x=xs[0])
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def retained_beside_another(run: Run, xs: Xs) -> None:
+    a, b = run(x=xs[0]), run(x=xs[1])
+    a.backward(retain_graph=True)
+    b.backward()
+    a.backward()
+
+
+ORDERS = [
+    accumulated,
+    together,
+    first_in_first_out,
+    last_in_first_out,
+    interleaved,
+    evaluated_between,
+    retained,
+    retained_beside_another,
+]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders(order: Callable[[Run, Xs], None], backend: str | None) -> None:
+    plain, _ = stack(lambda: Residual(8))
+    order(plain, inputs())
+    run, model = pair(backend)
+    order(run, inputs())
+    assert_close(grads(model), grads(plain), rtol=1e-6, atol=1e-7)
+
+
+def test_a_second_backward_without_retain_graph_is_pytorchs_error() -> None:
+    run, _ = pair(None)
+    loss = run(x=inputs()[0])
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def live() -> tuple[int, int]:
+    """Number of live tensors, and the bytes of their storages."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+    return len(found), sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+
+class Boom(Exception):
+    pass
+
+
+def never_differentiated(run: Run, x: torch.Tensor) -> None:
+    run(x=x)
+
+
+def exception_between(run: Run, x: torch.Tensor) -> None:
+    def step() -> None:
+        loss = run(x=x)
+        if loss > -1:
+            raise Boom
+        loss.backward()
+
+    with pytest.raises(Boom):
+        step()
+
+
+def exception_in_backward(run: Run, x: torch.Tensor) -> None:
+    def explode(grad: torch.Tensor) -> None:
+        raise Boom
+
+    z = x.clone().requires_grad_()
+    y = z * 1
+    y.register_hook(explode)
+    with pytest.raises(Boom):
+        run(x=y).backward()
+
+
+def trained(run: Run, x: torch.Tensor) -> None:
+    run(x=x).backward()
+
+
+def retained_and_dropped(run: Run, x: torch.Tensor) -> None:
+    run(x=x).backward(retain_graph=True)
+
+
+def refused(run: Run, x: torch.Tensor) -> None:
+    z = x.clone().requires_grad_()
+    with pytest.raises(fxckpt.UnsupportedError):
+        torch.autograd.grad(run(x=z), z, create_graph=True)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_memory_returns_to_its_level(backend: str | None) -> None:
+    run, model = pair(backend)
+    x = inputs()[0]
+    uses = [never_differentiated, exception_between, trained, exception_in_backward, refused]
+    if backend is None:  # torch.compile's own limit
+        uses.append(retained_and_dropped)
+    for use in uses:  # compiles, and makes the gradients
+        use(run, x)
+    for use in uses:
+        level = live()
+        for _ in range(3):
+            use(run, x)
+        assert live() == level, use.__name__
+    plain, _ = stack(lambda: Residual(8))
+    assert_close(train_step(run, model, {"x": x}), train_step(plain, plain, {"x": x}))
+
+
+def test_what_is_saved_goes_with_the_loss() -> None:
+    run, _ = pair(None)
+    x = inputs()[0]
+    run(x=x).backward()
+    level = live()
+    loss = run(x=x)
+    saved = [t for t in loss_node(loss).saved_tensors if t.shape == x.shape and t.data_ptr() != x.data_ptr()]
+    assert len(saved) == 4, "the inputs of blocks 1, 2 and 3, and what the loss was made from"
+    assert live()[1] > level[1]
+    del loss, saved
+    assert live() == level
+
+
+def test_retain_graph_after_steps_without_it() -> None:
+    run, model = pair(None)
+    plain, _ = stack(lambda: Residual(8))
+    for one in (run, plain):
+        one(x=inputs()[0]).backward()
+        retained(one, inputs())
+    assert_close(grads(model), grads(plain), rtol=1e-6, atol=1e-7)
+
+
+def loss_node(loss: torch.Tensor) -> Any:
+    node: Any = loss.grad_fn
+    while node.name() != "CompiledFunctionBackward":
+        node = node.next_functions[0][0]
+    return node
+
+
+# ---- double backward ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_double_backward_is_refused(backend: str | None) -> None:
+    run, model = pair(backend)
+    x = inputs()[0].requires_grad_()
+    loss = run(x=x)
+    with pytest.raises(fxckpt.UnsupportedError, match="create_graph"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(fxckpt.UnsupportedError, match="create_graph"):
+        run(x=x).square().backward(create_graph=True)
+    plain, _ = stack(lambda: Residual(8))
+    assert_same(train_step(run, model, {"x": inputs()[0]}), train_step(plain, plain, {"x": inputs()[0]}))
+
+
+def test_double_backward_inside_a_compiled_function_is_an_error() -> None:
+    t = fxckpt.transform(stack(lambda: Residual(8))[0], layers=Residual)
+    x = inputs()[0].requires_grad_()
+    loss = torch.compile(lambda x: t(x=x) * 1.0, backend="aot_eager")(x)
+    with pytest.raises(RuntimeError):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        grad.sum().backward()
+
+
+# ---- transfer operators ---------------------------------------------------------------------------------------------
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.randn(3, 4),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "permuted": lambda: torch.randn(2, 3, 4).permute(2, 0, 1),
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "expanded scalar": lambda: torch.tensor(2.5).expand(2, 3),
+    "sliced": lambda: torch.randn(6, 8)[1:4, 2:7],
+    "stepped": lambda: torch.randn(9, 4)[::3],
+    "offset": lambda: torch.randn(20)[3:],
+    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels_last slice": lambda: torch.randn(2, 6, 4, 5).to(memory_format=torch.channels_last)[:, 1:4],
+    "overlapping": lambda: torch.randn(12).as_strided((4, 3), (2, 1)),
+    "zero-size": lambda: torch.randn(0, 4),
+    "zero-size inside": lambda: torch.randn(3, 0, 2).transpose(0, 2),
+    "0-dim": lambda: torch.tensor(1.5),
+    "one element": lambda: torch.randn(1, 1, 1),
+    "bf16": lambda: torch.randn(3, 4).bfloat16(),
+    "half": lambda: torch.randn(3, 4).half(),
+    "double": lambda: torch.randn(3, 4).double(),
+    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
+    "int": lambda: torch.randint(-5, 5, (3, 4)),
+    "uint8": lambda: torch.randint(0, 5, (3, 4), dtype=torch.uint8),
+    "bool": lambda: torch.rand(3, 4) > 0.5,
+    "nan": lambda: torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_round_trip(name: str) -> None:
+    torch.manual_seed(0)
+    x = TENSORS[name]()
+    want = x.clone()
+    host = torch.ops.fxckpt.offload(x, name)
+    assert host.device == CPU
+    assert not x.numel() or host.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert host.untyped_storage().nbytes() == x.numel() * x.element_size(), "its own elements only"
+    back = torch.ops.fxckpt.reload(host, CPU, name)
+    strided = torch.ops.fxckpt.reload(host, CPU, name, list(torch.empty_like(x).stride()))
+    for got in (back, strided):
+        assert got.dtype == want.dtype and got.shape == want.shape and got.device == CPU
+        assert torch.equal(got.nan_to_num(), want.nan_to_num()) if name == "nan" else torch.equal(got, want)
+    assert back.stride() == torch.empty_like(x).stride(), "dense tensors keep their order of dimensions"
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_registered_as_pytorch_asks(name: str) -> None:
+    """Schema, fake implementation, aliasing and dispatch, by PyTorch's own checks."""
+    x = TENSORS[name]()
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    checks = checks[:2] if name == "nan" else checks  # the last one compares values, and nan is not nan
+    torch.library.opcheck(torch.ops.fxckpt.offload.default, (x, name), test_utils=checks)
+    host = torch.ops.fxckpt.offload(x, name)
+    torch.library.opcheck(torch.ops.fxckpt.reload.default, (host, CPU, name), test_utils=checks)
+    stride = list(torch.empty(x.shape).stride())
+    torch.library.opcheck(torch.ops.fxckpt.reload.default, (host, CPU, name, stride), test_utils=checks)
+
+
+class Permuting(nn.Module):
+    """Boundary activations that are no plain tensors: channels last, transposed, sliced, in half precision."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for b in self.blocks:
+            x = b(self.between(x))
+        return x.float().square().mean()
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "channels_last":
+                return x.contiguous(memory_format=torch.channels_last)
+            case "transposed":
+                return (x * 2).transpose(2, 3)
+            case "sliced":
+                return torch.cat([x, x], 2)[:, :, 3 : 3 + x.shape[2]]
+            case "expanded":
+                return x.mean(2, keepdim=True).expand(-1, -1, x.shape[2], -1)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "channels_last", "transposed", "sliced", "expanded"])
+def test_activations_of_any_layout(how: str, dtype: torch.dtype) -> None:
+    def make() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        return Permuting(how).to(dtype), {"x": torch.randn(2, 4, 6, 6, dtype=dtype)}
+
+    plain, batch = make()
+    want = train_step(plain, plain, batch)
+    model, batch = make()
+    t = fxckpt.transform(model, layers="blocks.*", offload=True, verify=True)
+    assert_same(train_step(t, model, batch), want)
+    assert fxckpt.graphs(t)[0].transfers
+
+
+def test_no_host_memory_is_a_transfer_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, model = pair(None)
+    x = inputs()[0]
+    run(x=x).backward()
+
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_host_like", full)
+        with pytest.raises(fxckpt.TransferError, match=r"blocks_1_input.*160 bytes") as info:
+            run(x=x)
+        assert "allocate" in str(info.value.__cause__)
+    plain, _ = stack(lambda: Residual(8))
+    assert_same(train_step(run, model, {"x": x}), train_step(plain, plain, {"x": x}))
+
+
+def test_offload_on_a_cpu_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fxckpt"):
+        run, _ = pair(None)
+        for x in inputs():
+            run(x=x).backward()
+    assert len([r for r in caplog.records if "saves no memory" in r.getMessage()]) == 1

@@ -28,6 +28,7 @@ from fxckpt.torch_private.dynamo import (
     guard_root_module,
     is_capture_failure,
     own_error,
+    recompile_limit,
     run_natively,
     user_backend,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "is_capture_failure",
     "min_cut_rematerialization_partition",
     "own_error",
+    "recompile_limit",
     "run_natively",
     "set_eval_frame",
     "user_backend",

@@ -136,6 +136,11 @@ def capturing(recurrent: bool) -> Iterator[None]:
             raise RecompileLimit(str(error).splitlines()[0]) from None
 
 
+def recompile_limit() -> int:
+    """How often Dynamo compiles one frame before it gives up, by its configuration."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
 def is_capture_failure(error: BaseException) -> bool:
     """Whether Dynamo raised `error` because it cannot capture the code, and not the code itself."""
     return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)

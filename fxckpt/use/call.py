@@ -91,8 +91,11 @@ def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> C
     found = state.compiled.get(key)
     if found is None:
         framed = function if hasattr(function, "__code__") else _in_frame(function)
+        # After graph breaks a frame is compiled once for kept and once for recomputed layers.
+        kinds = len(set(state.treatments().values()))
+        limit = (user.recompile_limit or torch_private.recompile_limit()) * kinds
         found = state.compiled[key] = torch_private.compile_frame(
-            framed, backend, fullgraph=user.fullgraph, recompile_limit=user.recompile_limit
+            framed, backend, fullgraph=user.fullgraph, recompile_limit=limit
         )
     if function is forward:
         return found

@@ -32,12 +32,14 @@ from fxckpt.decide.policy import Treatment
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
     drop_foreign_tags,
+    foreign_operators,
     hold_boundaries,
     release_boundaries,
     tell_partitioner,
 )
 from fxckpt.rewrite.offload import insert_transfers
 from fxckpt.rewrite.verify import verify_joint, verify_partition
+from fxckpt.torch_private import taken_as_random
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Dump = Callable[[str, str, "fx.GraphModule | None"], None]
@@ -194,7 +196,8 @@ def _tags(run: _Run) -> None:
 
 def _partition(run: _Run) -> None:
     run.joint.recompile()
-    run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
+    with taken_as_random(foreign_operators(run.joint.graph)):
+        run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
 
 
 def _transfers(run: _Run) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from fxckpt.capture.regions import BoundaryLayer
 from fxckpt.config import Settings, check_every_n
 from fxckpt.decide.layers import name_pattern
-from fxckpt.errors import SettingsError
+from fxckpt.errors import NoLayersError, SettingsError
 
 
 class Treatment(enum.Enum):
@@ -115,6 +115,17 @@ def policy_of(settings: Settings) -> Policy:
 
 
 def decide_layers(layers: Iterable[BoundaryLayer], settings: Settings) -> dict[str, Treatment]:
-    """What becomes of each boundary layer, by name, in order."""
-    policy = policy_of(settings)
-    return {layer.name: ask(policy, layer) for layer in layers}
+    """What becomes of each boundary layer, by name, in order.
+
+    Raises:
+        NoLayersError: a name pattern of the policy matches no boundary layer, or no layer is recomputed.
+    """
+    policy, layers = policy_of(settings), list(layers)
+    known = [layer.name for layer in layers]
+    for pattern in policy.patterns if isinstance(policy, Names) else ():
+        if not any(name_pattern(pattern).fullmatch(name) for name in known):
+            raise NoLayersError(f"policy: {pattern!r} matches no boundary layer; they are {', '.join(known[:20])}.")
+    chosen = {layer.name: ask(policy, layer) for layer in layers}
+    if Treatment.RECOMPUTE not in chosen.values():
+        raise NoLayersError("The policy recomputes no layer; use the original model where nothing is to be recomputed.")
+    return chosen

@@ -61,6 +61,21 @@ def drop_foreign_tags(regions: Iterable[Region]) -> None:
                 G.clear_policy(node)
 
 
+def foreign_operators(graph: fx.Graph) -> set[torch._ops.OpOverload]:
+    """Operators from outside PyTorch that are recomputed: nobody says whether they draw random numbers.
+
+    Run again they have to find the random state of their first run, as under ``torch.utils.checkpoint``.
+    """
+    return {
+        node.target
+        for node in graph.nodes
+        if (tag := G.tag(node)) is not None
+        and tag.kind in _RECOMPUTED
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace not in ("aten", "prims", "fxckpt")
+    }
+
+
 def hold_boundaries(graph: fx.Graph) -> None:
     """Put ``fxckpt.boundary`` behind boundary values that PyTorch's partitioner would not save when told to.
 

@@ -92,8 +92,9 @@ def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> Non
     for name in ours:
         if names.count(name) != 1:
             raise VerifyError(f"{where}: saved value {name} is no input of the backward.")
-    order = [name for name in names if name in set(ours)]
-    for name, other in zip(ours, order, strict=True):
+    tensors = [n.name for n in saved if isinstance(n, fx.Node) and n.name in set(ours) and G.tensor(n) is not None]
+    order = [name for name in names if name in set(tensors)]
+    for name, other in zip(tensors, order, strict=True):
         if name != other:
             raise VerifyError(f"{where}: saved value {name} stands where the backward takes {other}.")
 

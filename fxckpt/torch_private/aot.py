@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -160,6 +160,20 @@ def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+@contextlib.contextmanager
+def taken_as_random(operators: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
+    """Within this context PyTorch's partitioner recomputes `operators` under the random state they first ran under."""
+    seeded = torch.Tag.nondeterministic_seeded
+    changed = [(op, op._tags) for op in operators if seeded not in op.tags]
+    for op, tags in changed:
+        op._tags = [*tags, seeded]
+    try:
+        yield
+    finally:
+        for op, tags in changed:
+            op._tags = tags
 
 
 def cache_hits() -> int:

@@ -16,11 +16,13 @@ import torch
 import torch._dynamo
 import torch._dynamo.eval_frame as _eval_frame
 from torch import fx, nn
+from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.eval_frame import _optimize, innermost_backend, skip_code
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.source import LocalSource
+from torch._dynamo.utils import counters
 from torch._guards import CompileContext, Guard, TracingContext
 
 from fxckpt import graph
@@ -120,15 +122,18 @@ def bypassing_stance() -> str | None:
 
 
 @contextlib.contextmanager
-def capturing(recurrent: bool) -> Iterator[None]:
+def capturing(recurrent: bool, counting: bool) -> Iterator[None]:
     """Within this context Dynamo raises :class:`RecompileLimit` where it would give up a frame and run it plainly.
 
     Args:
         recurrent: let Dynamo trace ``torch.nn``'s recurrent modules, which it leaves out of graphs by default.
+        counting: let whole numbers that a module changes from call to call, such as a step counter, not be constants.
     """
     changes = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
     if recurrent:
         changes["allow_rnn"] = True
+    if counting:
+        changes["allow_unspec_int_on_nn_module"] = True
     with torch._dynamo.config.patch(changes):
         try:
             yield
@@ -139,6 +144,16 @@ def capturing(recurrent: bool) -> Iterator[None]:
 def recompile_limit() -> int:
     """How often Dynamo compiles one frame before it gives up, by its configuration."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def frames_seen() -> int:
+    """How many frames Dynamo has tried to compile in this process."""
+    return int(counters["frames"]["total"])
+
+
+def next_sequence_number() -> int:
+    """The number of the next autograd node made on this thread; nodes made earlier have smaller ones."""
+    return int(_get_sequence_nr())
 
 
 def is_capture_failure(error: BaseException) -> bool:
@@ -171,6 +186,17 @@ def _root_local() -> tuple[str, nn.Module] | None:
     # A frame that goes on after a graph break has the old locals in another order: self holds the other modules.
     modules = [(name, value) for name, value in values.items() if isinstance(value, nn.Module)]
     return max(modules, key=lambda item: sum(1 for _ in item[1].modules()), default=None)
+
+
+def active_modules() -> list[nn.Module]:
+    """The modules whose calls are under way on this thread outside captured frames, innermost first."""
+    found: list[nn.Module] = []
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            found.append(module)
+        frame = frame.f_back
+    return found
 
 
 def captured_function() -> tuple[str, str]:

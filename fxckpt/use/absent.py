@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxckpt import graph as G
+from fxckpt import torch_private
 from fxckpt.pipeline import GraphRecord
 
 
@@ -59,8 +60,9 @@ def keep_absent(compiled: Callable[..., Any], depends: Dependence) -> Callable[.
     """`compiled`, with zeros that stand for a missing gradient turned to None in its backward."""
 
     def run(*args: Any) -> Any:
+        start = torch_private.next_sequence_number()
         outputs = compiled(*args)
-        node = _compiled_node(outputs)
+        node = _compiled_node(outputs, start)
         if node is not None and len(node.next_functions) == len(depends.of_input):
             node.register_hook(_taker(depends))
         return outputs
@@ -80,13 +82,11 @@ def _taker(depends: Dependence) -> Callable[[Any, Any], Any]:
     return take_out
 
 
-def _compiled_node(outputs: Any) -> Any:
-    """The autograd node of the whole captured graph, behind any view of an output."""
+def _compiled_node(outputs: Any, start: int) -> Any:
+    """The autograd node of this call's captured graph, behind any view of an output; `start` is its first number."""
     for leaf in pytree.tree_leaves(outputs):
         step = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
-        for _ in range(3):
-            if step is None:
-                break
+        while step is not None and step._sequence_nr() >= start:
             if step.name() == "CompiledFunctionBackward":
                 return step
             step = next((f for f, _ in step.next_functions if f is not None), None)

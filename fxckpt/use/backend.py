@@ -65,7 +65,7 @@ class MarkingBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph that Dynamo captured; its partition runs the rewrite."""
         state = self.state
-        root = torch_private.captured_root_module()
+        root = self._root(state)
         marks.mark(gm, state.frame_key(root))
         if root is not None and root is not state.model:
             self._guard(state, root)
@@ -80,6 +80,14 @@ class MarkingBackend:
             if depends is not None and depends.matters:
                 return keep_absent(compiled, depends)
         return compiled
+
+    def _root(self, state: State) -> nn.Module | None:
+        """The module of the model whose method's frame is captured, or in whose call a function's frame is."""
+        inside = {id(module) for module in state.model.modules()}
+        captured = torch_private.captured_root_module()
+        if captured is not None and id(captured) in inside:
+            return captured
+        return next((m for m in torch_private.active_modules() if id(m) in inside), None)
 
     def _guard(self, state: State, root: nn.Module) -> None:
         """Reuse the frame of `root` only for modules whose layers are treated as its are."""

@@ -19,11 +19,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxckpt import torch_private
-from fxckpt.decide.policy import Treatment
 from fxckpt.errors import CaptureError, FxckptError, UnsupportedError
 from fxckpt.torch_private import UserBackend
 from fxckpt.use import hf
 from fxckpt.use.backend import MarkingBackend, plain_backend
+from fxckpt.use.check import check_captured, check_nothing_plain
 from fxckpt.use.state import State
 
 PLAIN = UserBackend(plain_backend, fullgraph=False, recompile_limit=64)
@@ -33,17 +33,20 @@ graph."""
 
 def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the model; `callback` is Dynamo's, as it was before frame evaluation was paused."""
-    if not torch.is_grad_enabled() or not state.settings.enabled or not _differentiable(state, args, kwargs):
+    if not torch.is_grad_enabled() or not state.settings.enabled:
         return _under(callback, state.model.forward, args, kwargs)
     user = torch_private.user_backend(callback) or PLAIN
     with hf.switches_off(state.model) as taken_over:
         kwargs = hf.without_cache(state.model, kwargs, taken_over)
         state.calls += 1
-        captures = state.captures
+        captures, frames, start = state.captures, torch_private.frames_seen(), torch_private.next_sequence_number()
         out = _run(state, user, args, kwargs)
-    if state.captures != captures or not state.found:
-        _check_captured(state)
-    _refuse_double_backward(out)
+    recorded = [t for t in _tensors(out) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= start]
+    if recorded and (state.captures != captures or not state.found or torch_private.frames_seen() != frames):
+        check_captured(state)
+        check_nothing_plain(state, recorded, start)
+    for tensor in recorded:
+        tensor.register_hook(_no_create_graph)
     return out
 
 
@@ -64,7 +67,7 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
         )
     compiled = _compiled(state, state.model.forward, user)
     try:
-        with torch_private.capturing(recurrent=state.recurrent):
+        with torch_private.capturing(recurrent=state.recurrent, counting=user is PLAIN):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(
@@ -77,8 +80,9 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
             raise ours from None  # Dynamo wraps what a backend raises
         if user is PLAIN and torch_private.is_capture_failure(error):
             raise CaptureError(
-                f"fxckpt: Dynamo cannot capture {type(state.model).__name__}, so its step cannot be rewritten; "
-                f"torch.compile(model) fails in the same way. Train the original model. The reason: {error}"
+                f"fxckpt: Dynamo cannot capture this call of {type(state.model).__name__}, so its step cannot be "
+                "rewritten. Either the call is wrong, and fails on the original model too, or train the original "
+                f"model, since torch.compile(model) fails alike. The reason: {error}"
             ) from error
         raise
 
@@ -110,43 +114,6 @@ def _in_frame(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return forward
-
-
-def _check_captured(state: State) -> None:
-    """Raise where a call that autograd recorded has left no region of any layer that was to be recomputed."""
-    if state.pending:  # from a compile cache, whose entries carry our key
-        state.found = True
-    if state.found:
-        return
-    name = type(state.model).__name__
-    if not state.captures:
-        raise CaptureError(
-            f"fxckpt: a call of {name} with gradients was not captured by Dynamo, so nothing was rewritten. Is Dynamo "
-            "off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, torch.compiler.disable on forward)? Switch it on, or "
-            "call the original model."
-        )
-    wanted = [n for n, t in state.treatments().items() if t is Treatment.RECOMPUTE]
-    found = {r.layer.name for record in state.records for r in record.regions}
-    state.found = not wanted or any(n in found for n in wanted)
-    if not state.found:
-        raise CaptureError(
-            f"fxckpt: no captured graph of {name} contains a call of a layer to be recomputed ({', '.join(wanted[:5])}"
-            f"{', ...' if len(wanted) > 5 else ''}). The layers were not called, or Dynamo ran them outside its graphs "
-            "(TORCH_LOGS=graph_breaks tells why). Name other layers, or call the original model."
-        )
-
-
-def _differentiable(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if any(p.requires_grad for p in state.model.parameters()):
-        return True
-    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in pytree.tree_leaves((args, kwargs)))
-
-
-def _refuse_double_backward(out: Any) -> None:
-    """A rewritten graph has one derivative; say so where a second one is prepared."""
-    for tensor in _tensors(out):
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(_no_create_graph)
 
 
 def _no_create_graph(grad: torch.Tensor) -> None:

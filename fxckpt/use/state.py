@@ -209,7 +209,7 @@ def compiling(compilation: Compilation) -> Iterator[None]:
 
 
 def _around(model: nn.Module, layers: list[BoundaryLayer], root: nn.Module | None) -> tuple[BoundaryLayer, ...]:
-    """The boundary layers that `root`, the module of a captured frame, is or lies in, outermost first.
+    """The boundary layers that `root`, the module a captured frame belongs to, is or lies in, outermost first.
 
     A frame of its own starts after a graph break, or where FSDP2 hooks a layer.
     """

@@ -19,7 +19,7 @@ from torch.fx.traceback import annotate
 from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.config import Settings, parse_offload
-from fxckpt.errors import FxckptError, UnsupportedError
+from fxckpt.errors import FxckptError, SettingsError, UnsupportedError
 from fxckpt.use import hf, hook
 from fxckpt.use.call import call
 from fxckpt.use.state import State
@@ -171,10 +171,19 @@ def _reset(state: State, settings: Settings) -> None:
         state.reset(settings)
 
 
+_CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+"""Options of ``torch.utils.checkpoint``: taken, and without meaning for a rewritten graph."""
+
+
 def _enable(self: Any, kwargs: Any = None, every_n_layers: int = 1, offload: Any = False, **more: Any) -> None:
     given = {**(kwargs or {}), **more}
     every_n_layers = given.pop("every_n_layers", every_n_layers)
     offload = given.pop("offload", offload)
+    unknown = sorted(set(given) - _CHECKPOINT_OPTIONS)
+    if unknown:
+        raise SettingsError(
+            f"checkpointing switch: unknown {', '.join(unknown)}; fxckpt takes every_n_layers, offload."
+        )
     _steer(self, every_n_layers, offload)
     if getattr(self, "_hf_peft_config_loaded", False):
         self.enable_input_require_grads()

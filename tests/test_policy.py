@@ -159,3 +159,9 @@ def test_what_a_policy_raises_comes_through() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         chosen(broken)
+
+
+@pytest.mark.parametrize("policy", [[], ["blocks.99"], ["blocks.0", "typo"], fxckpt.either(fxckpt.names("typo"))])
+def test_names_that_match_nothing_are_refused(policy: Any) -> None:
+    with pytest.raises(fxckpt.NoLayersError, match="policy"):
+        decide_layers([BoundaryLayer("blocks.0", 0, nn.Identity())], Settings(policy=policy))

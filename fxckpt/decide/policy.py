@@ -118,14 +118,20 @@ def decide_layers(layers: Iterable[BoundaryLayer], settings: Settings) -> dict[s
     """What becomes of each boundary layer, by name, in order.
 
     Raises:
-        NoLayersError: a name pattern of the policy matches no boundary layer, or no layer is recomputed.
+        NoLayersError: a name pattern of the policy matches no boundary layer, or it is an empty list of names.
     """
     policy, layers = policy_of(settings), list(layers)
     known = [layer.name for layer in layers]
-    for pattern in policy.patterns if isinstance(policy, Names) else ():
+    if isinstance(policy, Names) and not policy.patterns:
+        raise NoLayersError(f"policy=[] names no layer; the boundary layers are {', '.join(known[:20])}.")
+    for pattern in _patterns(policy):
         if not any(name_pattern(pattern).fullmatch(name) for name in known):
             raise NoLayersError(f"policy: {pattern!r} matches no boundary layer; they are {', '.join(known[:20])}.")
-    chosen = {layer.name: ask(policy, layer) for layer in layers}
-    if Treatment.RECOMPUTE not in chosen.values():
-        raise NoLayersError("The policy recomputes no layer; use the original model where nothing is to be recomputed.")
-    return chosen
+    return {layer.name: ask(policy, layer) for layer in layers}
+
+
+def _patterns(policy: Policy) -> tuple[str, ...]:
+    """The name patterns in a policy, also in one that combines others."""
+    if isinstance(policy, Either):
+        return tuple(pattern for part in policy.policies for pattern in _patterns(part))
+    return policy.patterns if isinstance(policy, Names) else ()

@@ -44,6 +44,11 @@ def ci_cases() -> Iterator[tuple[str, int, bool, bool]]:
 CI_CASES = list(ci_cases())
 ALL_CASES = [(name, *s) for name in REGISTRY for s in SETTINGS]
 
+# Known exceptions, told in docs/correctness.md: aot_eager runs recurrent modules eagerly where fxckpt captures them, and
+# transformers builds another mask for nystromformer under tracing, on which torch.compile(model) fails, too.
+RECURRENT = {"plain_lstm_stack"}
+UNTRACEABLE = {"nystromformer"}
+
 pytestmark = [pytest.mark.filterwarnings(f"ignore::UserWarning:{package}") for package in ("torch", "transformers")]
 
 
@@ -76,13 +81,17 @@ def transformed(name: str, every_n: int, offload: bool, dropout: bool) -> Step:
 
 def check(name: str, every_n: int, offload: bool, dropout: bool) -> bool:
     """Apply the rule of this file; True where the result is bit for bit eager's."""
+    if name in UNTRACEABLE:
+        with pytest.raises(fxckpt.CaptureError, match="cannot capture"):
+            transformed(name, every_n, offload, dropout)
+        return False
     got, want = transformed(name, every_n, offload, dropout), eager(name, dropout)
     if not differences(got.values(), want.values()):
         return True
     plain = aot_eager(name, dropout)  # compiled only for the entries that need it
-    if plain is not None and not differences(plain.values(), want.values()):
+    if plain is not None and name not in RECURRENT and not differences(plain.values(), want.values()):
         assert_same(got, want)
-    if plain is None or differences(got.values(), plain.values()):
+    if plain is None or name in RECURRENT or differences(got.values(), plain.values()):
         assert_close(got, want)
     return False
 

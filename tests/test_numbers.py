@@ -44,7 +44,7 @@ def ci_cases() -> Iterator[tuple[str, int, bool, bool]]:
 CI_CASES = list(ci_cases())
 ALL_CASES = [(name, *s) for name in REGISTRY for s in SETTINGS]
 
-# Known exceptions, told in docs/correctness.md: aot_eager runs recurrent modules eagerly where fxckpt captures them, and
+# Exceptions, told in docs/correctness.md: aot_eager runs recurrent modules eagerly where fxckpt captures them, and
 # transformers builds another mask for nystromformer under tracing, on which torch.compile(model) fails, too.
 RECURRENT = {"plain_lstm_stack"}
 UNTRACEABLE = {"nystromformer"}

@@ -140,6 +140,8 @@ def _describe(spec: Any) -> str:
         cells = [repr(c.cell_contents) for c in (spec.__closure__ or ())]
         body = marshal.dumps(code) + repr(cells).encode()
         return f"{spec.__qualname__}:{hashlib.sha256(body).hexdigest()[:16]}"
+    if getattr(type(spec), "__repr__", None) is object.__repr__:  # an address would differ from process to process
+        return _describe(type(spec))
     return repr(spec)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,8 +82,14 @@ def transform(
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
     if settings.offload is not None and not _on_accelerator(model):
-        log.info("fxckpt: offload to host memory on a CPU model runs the transfers as copies and saves no memory.")
+        _say_offload_saves_nothing()
     return view  # type: ignore[return-value]
+
+
+@functools.cache
+def _say_offload_saves_nothing() -> None:
+    """Once a process."""
+    log.info("fxckpt: offload to host memory on a CPU model runs the transfers as copies and saves no memory.")
 
 
 def _on_accelerator(model: nn.Module) -> bool:

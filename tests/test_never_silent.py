@@ -170,3 +170,23 @@ def test_a_step_counter_on_a_layer_does_not_end_plain_training() -> None:
     for _ in range(70):
         t(torch.randn(2, 8)).sum().backward()
     assert model[0].calls == 70 and len(fxckpt.graphs(t)) <= 3
+
+
+outsider = nn.Linear(8, 8).requires_grad_(False)
+
+
+def helper_of_an_outsider(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return module(x).sin()
+
+
+class WithOutsider(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return helper_of_an_outsider(outsider, super().forward(x))
+
+
+def test_frames_of_modules_outside_the_model_are_not_guarded_by_its_layers() -> None:
+    t = fxckpt.transform(nn.Sequential(WithOutsider(), WithOutsider()), every_n=2)
+    for _ in range(3):
+        t(torch.randn(2, 8)).sum().backward()
+    assert len(fxckpt.graphs(t)) <= 8

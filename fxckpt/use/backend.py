@@ -65,9 +65,10 @@ class MarkingBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph that Dynamo captured; its partition runs the rewrite."""
         state = self.state
-        root = self._root(state)
+        captured = torch_private.captured_root_module()
+        root = self._root(state, captured)
         marks.mark(gm, state.frame_key(root))
-        if root is not None and root is not state.model:
+        if root is captured and root is not None and root is not state.model:
             self._guard(state, root)
         captures, hits = state.captures, torch_private.cache_hits()
         frame = state.frame(root)
@@ -81,10 +82,9 @@ class MarkingBackend:
                 return keep_absent(compiled, depends)
         return compiled
 
-    def _root(self, state: State) -> nn.Module | None:
+    def _root(self, state: State, captured: nn.Module | None) -> nn.Module | None:
         """The module of the model whose method's frame is captured, or in whose call a function's frame is."""
         inside = {id(module) for module in state.model.modules()}
-        captured = torch_private.captured_root_module()
         if captured is not None and id(captured) in inside:
             return captured
         return next((m for m in torch_private.active_modules() if id(m) in inside), None)

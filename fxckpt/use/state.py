@@ -68,7 +68,7 @@ class State:
     def treatment_pattern(self, module: nn.Module) -> tuple[Treatment | None, ...]:
         """What becomes of the boundary layers around and inside `module`: frames of alike modules differ in this."""
         with self.lock:
-            if not self._patterns:
+            if id(module) not in self._patterns:  # also after the model got new modules, such as adapters
                 chosen = {id(layer.module): treatment for layer, treatment in self._treated()}
                 around: dict[int, tuple[Treatment | None, ...]] = {}
                 for name, inner in self.model.named_modules(remove_duplicate=False):

@@ -13,6 +13,7 @@ from torch import nn
 
 import fxckpt
 from fxckpt.runtime import ops as runtime
+from fxckpt.transform import _say_offload_saves_nothing
 from tests.helpers import assert_close, assert_same, grads, train_step
 from tests.situations.models import Residual, Stack, stack
 
@@ -360,6 +361,7 @@ def test_no_host_memory_is_a_transfer_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_offload_on_a_cpu_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    _say_offload_saves_nothing.cache_clear()  # another test of this process may have had it told
     with caplog.at_level(logging.INFO, "fxckpt"):
         run, _ = pair(None)
         for x in inputs():

@@ -32,8 +32,8 @@ from fxckpt.decide.policy import Treatment
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
     drop_foreign_tags,
-    foreign_operators,
     hold_boundaries,
+    random_operators,
     release_boundaries,
     tell_partitioner,
 )
@@ -186,8 +186,6 @@ def _hold(run: _Run) -> None:
 def _release(run: _Run) -> None:
     assert run.forward is not None and run.backward is not None
     release_boundaries(run.forward.graph, run.backward.graph)
-    run.forward.recompile()
-    run.backward.recompile()
 
 
 def _tags(run: _Run) -> None:
@@ -195,8 +193,7 @@ def _tags(run: _Run) -> None:
 
 
 def _partition(run: _Run) -> None:
-    run.joint.recompile()
-    with taken_as_random(foreign_operators(run.joint.graph)):
+    with taken_as_random(random_operators(run.joint.graph)):
         run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
 
 
@@ -248,6 +245,8 @@ def rewrite(
             _verify(run, name)
         dump(name)
     assert run.forward is not None and run.backward is not None
+    run.forward.recompile()
+    run.backward.recompile()
     record = GraphRecord(
         G.snapshot(run.forward),
         G.snapshot(run.backward),

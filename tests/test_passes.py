@@ -5,6 +5,8 @@ The golden texts of tests/golden are accepted anew with FXCKPT_ACCEPT=1.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from fxckpt.rewrite.obey import hold_boundaries, release_boundaries, tell_partit
 from fxckpt.rewrite.offload import insert_transfers
 from tests.golden import assert_golden
 from tests.golden.model import Block, Stack
-from tests.helpers import DEVICE
+from tests.helpers import DEVICE, assert_same, train_step
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the golden texts name the device")
 NAMES = ("regions", "take_over", "plan", "copy_inputs", "hold", "tags", "partition", "release", "transfers")
@@ -215,6 +217,43 @@ def test_what_changes_an_input_is_not_told_to_run_again() -> None:
         G.set_tag(node, G.Tag(G.Kind.INTERIOR, (0,)))
     tell_partitioner(graph)
     assert G.policy(changes) is None and G.must_recompute(computes)
+
+
+class Attention(nn.Module):
+    """Attention over a batch of 4 sequences of 8 tokens, one feature each."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.mix = dropout, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.mix(x).view(4, 2, 2, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout)
+        return x + mixed.reshape(4, 8).tanh()
+
+
+class AttentionStack(nn.Module):
+    def __init__(self, dropouts: Sequence[float]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Attention(p) for p in dropouts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x)
+        return out.square().mean()
+
+
+@pytest.mark.parametrize(("dropouts", "kept"), [((0.0, 0.0), False), ((0.3, 0.3), True)])
+def test_a_random_state_is_kept_for_attention_with_dropout_only(dropouts: tuple[float, float], kept: bool) -> None:
+    plain = AttentionStack(dropouts).to(DEVICE)
+    changed = copy.deepcopy(plain)
+    t = fxckpt.transform(changed, layers=[Attention], verify=True)
+    batch = {"x": torch.randn(4, 8, device=DEVICE)}
+    want = train_step(torch.compile(plain, backend="aot_eager"), plain, batch)
+    assert_same(train_step(t, changed, batch), want)
+    (record,) = fxckpt.graphs(t)
+    assert any("rng_state" in str(n.target) for n in record.forward.graph.nodes) is kept
+    seeded = torch.Tag.nondeterministic_seeded
+    assert seeded in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default.tags
 
 
 def test_the_records_graphs_are_copies() -> None:

@@ -61,19 +61,28 @@ def drop_foreign_tags(regions: Iterable[Region]) -> None:
                 G.clear_policy(node)
 
 
-def foreign_operators(graph: fx.Graph) -> set[torch._ops.OpOverload]:
-    """Operators from outside PyTorch that are recomputed: nobody says whether they draw random numbers.
+def random_operators(graph: fx.Graph) -> dict[torch._ops.OpOverload, bool]:
+    """Whether each recomputed operator may draw random numbers, where PyTorch's own mark on it does not settle that.
 
-    Run again they have to find the random state of their first run, as under ``torch.utils.checkpoint``.
+    What draws has to find the random state of its first run when it runs again, as under ``torch.utils.checkpoint``.
+    Of operators from outside PyTorch nobody says whether they draw. Attention is marked as drawing, and does so only
+    with dropout; to keep a random state for it in vain costs 5 kB a layer and, since what wraps it hides its strides,
+    a copy of its result (PyTorch looks at the dropout itself from 2.14 on).
+
+    Needs: partitioner tags.
     """
-    return {
-        node.target
-        for node in graph.nodes
-        if (tag := G.tag(node)) is not None
-        and tag.kind in _RECOMPUTED
-        and isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace not in ("aten", "prims", "fxckpt")
-    }
+    found: dict[torch._ops.OpOverload, bool] = {}
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not G.must_recompute(node):
+            continue
+        if target.namespace not in ("aten", "prims", "fxckpt"):
+            tag = G.tag(node)
+            if tag is not None and tag.kind in _RECOMPUTED:
+                found[target] = True
+        elif torch.Tag.nondeterministic_seeded in target.tags:
+            found[target] = found.get(target, False) or G.draws_random(node)
+    return found
 
 
 def hold_boundaries(graph: fx.Graph) -> None:

@@ -37,8 +37,6 @@ def insert_transfers(forward: fx.GraphModule, backward: fx.GraphModule, num_forw
         _reload(backward.graph, by_name[node.name], moved[node], node, tag)
     if moved:
         _replace_outputs(forward.graph, num_forward_outputs, moved)
-        forward.recompile()
-        backward.recompile()
     return [t.name for n in moved if (t := G.tag(n)) is not None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -163,16 +163,19 @@ def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 @contextlib.contextmanager
-def taken_as_random(operators: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
-    """Within this context PyTorch's partitioner recomputes `operators` under the random state they first ran under."""
+def taken_as_random(operators: Mapping[torch._ops.OpOverload, bool]) -> Iterator[None]:
+    """Within this context PyTorch's partitioner takes each of `operators` to draw random numbers, or not to.
+
+    What it takes to draw and recomputes is run again under the random state of its first run.
+    """
     seeded = torch.Tag.nondeterministic_seeded
-    changed = [(op, op._tags) for op in operators if seeded not in op.tags]
-    for op, tags in changed:
-        op._tags = [*tags, seeded]
+    before = {op: op._tags for op in operators}
+    for op, random in operators.items():
+        op._tags = [tag for tag in op.tags if tag != seeded] + [seeded] * random
     try:
         yield
     finally:
-        for op, tags in changed:
+        for op, tags in before.items():
             op._tags = tags
 
 

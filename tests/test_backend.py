@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import fxckpt
+from fxckpt.torch_private import aot
+from fxckpt.use.backend import plain_backend
 from tests.helpers import Step, assert_close, assert_same, seed_all, train_step
 from tests.situations.models import Residual, Stack, qwen3, stack, tokens
 from tests.zoo import build, get_loss
@@ -77,6 +81,25 @@ def test_inductor_dynamic_shapes() -> None:
         assert_close(train_step(run, model, batch), train_step(plain, plain, batch))
     assert len(fxckpt.graphs(t)) == 1
     rewritten(t, 1)
+
+
+def test_vector_instructions_are_probed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, for Inductor only; that the probe fails there is nobody's error."""
+    probed: list[threading.Thread] = []
+
+    def fails() -> None:
+        probed.append(threading.current_thread())
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", fails)
+    aot._probe_vector_instructions.cache_clear()
+    aot.prepare(plain_backend)
+    assert probed == []
+    aot.prepare(torch._TorchCompileInductorWrapper(None, None, None))
+    aot.prepare(torch._TorchCompileInductorWrapper(None, None, None))
+    while any(t.name == "fxckpt-vector-instructions" for t in threading.enumerate()):
+        time.sleep(0.01)
+    assert len(probed) == 1 and probed[0] is not threading.main_thread()
 
 
 def test_users_options_win() -> None:

@@ -14,6 +14,7 @@ from fxckpt.torch_private.aot import (
     cache_hits,
     install_partition_hook,
     min_cut_rematerialization_partition,
+    prepare,
     taken_as_random,
     with_inductor_options,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "next_sequence_number",
     "own_error",
+    "prepare",
     "recompile_limit",
     "run_natively",
     "set_eval_frame",

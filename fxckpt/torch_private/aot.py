@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -208,6 +209,28 @@ class CaptureContext:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             yield
+
+
+def prepare(backend: Callable[..., Any]) -> None:
+    """Begin what Inductor does once a process before its first C++ kernel, while the graph is still being captured.
+
+    To learn which vector instructions it may use it compiles and loads test programs, and waits for the compiler: 4 to
+    5 s with an empty cache. Here a thread waits; who comes to need the answer before it is there asks anew.
+    """
+    if isinstance(backend, torch._TorchCompileInductorWrapper):
+        _probe_vector_instructions()
+
+
+@functools.cache
+def _probe_vector_instructions() -> None:
+    # All that the probe imports, so that the thread imports nothing.
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
+    def probe() -> None:
+        with contextlib.suppress(Exception):  # whoever needs the answer meets the same error
+            cpu_vec_isa.pick_vec_isa()
+
+    threading.Thread(target=probe, name="fxckpt-vector-instructions", daemon=True).start()
 
 
 def with_inductor_options(backend: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:

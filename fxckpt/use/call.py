@@ -94,6 +94,8 @@ def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> C
     key = (function, backend, user.fullgraph, user.recompile_limit)
     found = state.compiled.get(key)
     if found is None:
+        if any(p.device.type == "cpu" for p in state.model.parameters()):
+            torch_private.prepare(user.compile)
         framed = function if hasattr(function, "__code__") else _in_frame(function)
         # After graph breaks a frame is compiled once for kept and once for recomputed layers.
         kinds = len(set(state.treatments().values()))

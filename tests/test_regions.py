@@ -137,6 +137,20 @@ def test_layers_outside_a_list() -> None:
     assert named(records(Loose())) == [["first", "second"]]
 
 
+def test_layers_run_by_their_forward_alone() -> None:
+    """``block.forward(h)`` runs no ``__call__``, and no module stack shows the block."""
+
+    class Direct(Model):
+        def run(self, h: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                h = block.forward(h)
+            return h
+
+    (record,) = records(Direct(*blocks()))
+    assert named([record]) == [["blocks.0", "blocks.1", "blocks.2"]]
+    assert treatments(record) == {"blocks.0": "recompute", "blocks.1": "keep", "blocks.2": "recompute"}
+
+
 def test_layers_skipped_by_a_flag() -> None:
     class Skips(Model):
         def run(self, h: torch.Tensor) -> torch.Tensor:

@@ -81,12 +81,15 @@ def find_regions(
         outer.append(region_of(layer, 0, outer[-1] if outer else None))
     whole = {id(layer.module) for layer in around}
 
+    owners = _owners_of_parts(forward, layers, whole)
     chains: dict[fx.Node, tuple[Region, ...]] = {}
     for node in forward:
         chain = list(outer)
         for ident, call, _path, _cls in G.module_stack(node):
             if ident in layers and ident not in whole:
                 chain.append(region_of(layers[ident], call, chain[-1] if chain else None))
+            elif ident in owners and all(r.layer is not owners[ident] for r in chain):
+                chain.append(region_of(owners[ident], 0, chain[-1] if chain else None))
         chains[node] = tuple(chain)
     _adopt_strays(forward, chains)
     for node in forward:
@@ -95,9 +98,31 @@ def find_regions(
     return [r for r in by_call.values() if r.nodes]
 
 
+def _owners_of_parts(
+    forward: list[fx.Node], layers: Mapping[int, BoundaryLayer], whole: set[int]
+) -> dict[int, BoundaryLayer]:
+    """For layers that are run by ``layer.forward(...)``, which no stack shows: each part that only one of them has.
+
+    All calls of such a layer are one region.
+    """
+    called = {ident for node in forward for ident, *_ in G.module_stack(node)} | whole
+    owners: dict[int, BoundaryLayer] = {}
+    shared: set[int] = set()
+    for ident, layer in layers.items():
+        for part in layer.module.modules() if ident not in called else ():
+            if id(part) in owners:
+                shared.add(id(part))
+            owners[id(part)] = layer
+    return {ident: layer for ident, layer in owners.items() if ident not in shared and ident not in layers}
+
+
 def _adopt_strays(forward: list[fx.Node], chains: dict[fx.Node, tuple[Region, ...]]) -> None:
-    """Nodes that joint-graph passes made carry no stack: one that is fed from a region and only used in it is in it."""
-    stray = {n for n in forward if not G.module_stack(n) and not chains[n]}
+    """A node of no region that is fed from a region and only used in it is in it.
+
+    Joint-graph passes make nodes without a stack, and what a layer run by its ``forward`` does outside its parts has
+    the stack of its caller.
+    """
+    stray = {n for n in forward if not chains[n]}
     fed: dict[fx.Node, tuple[Region, ...]] = {}
     for node in forward:
         if node in stray:

@@ -122,18 +122,24 @@ def bypassing_stance() -> str | None:
 
 
 @contextlib.contextmanager
-def capturing(recurrent: bool, counting: bool) -> Iterator[None]:
+def capturing(recurrent: bool, widely: bool) -> Iterator[None]:
     """Within this context Dynamo raises :class:`RecompileLimit` where it would give up a frame and run it plainly.
 
     Args:
         recurrent: let Dynamo trace ``torch.nn``'s recurrent modules, which it leaves out of graphs by default.
-        counting: let whole numbers that a module changes from call to call, such as a step counter, not be constants.
+        widely: capture more than Dynamo does by default: numbers read from tensors (``item()``), operators whose shapes
+            depend on data (``nonzero()``), and whole numbers that a module changes from call to call, such as a step
+            counter, as values and not as constants.
     """
     changes = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
     if recurrent:
         changes["allow_rnn"] = True
-    if counting:
-        changes["allow_unspec_int_on_nn_module"] = True
+    if widely:
+        changes |= {
+            "allow_unspec_int_on_nn_module": True,
+            "capture_scalar_outputs": True,
+            "capture_dynamic_output_shape_ops": True,
+        }
     with torch._dynamo.config.patch(changes):
         try:
             yield

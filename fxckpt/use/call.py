@@ -67,7 +67,7 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
         )
     compiled = _compiled(state, state.model.forward, user)
     try:
-        with torch_private.capturing(recurrent=state.recurrent, counting=user is PLAIN):
+        with torch_private.capturing(recurrent=state.recurrent, widely=user is PLAIN):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(

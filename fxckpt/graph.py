@@ -128,6 +128,11 @@ def is_reload(node: fx.Node) -> bool:
     return node.target is torch.ops.fxckpt.reload.default
 
 
+def is_start(node: fx.Node) -> bool:
+    """Whether `node` says when a recompute may start."""
+    return node.target is torch.ops.fxckpt.start_recompute.default
+
+
 def is_transfer(node: fx.Node) -> bool:
     """Whether `node` is an offload or a reload."""
     return is_offload(node) or is_reload(node)

@@ -9,6 +9,7 @@
     partition      rewrite   PyTorch's min-cut partitioner: joint graph -> forward graph, backward graph
     release        rewrite   undo "hold"
     transfers      rewrite   offload in the forward, reload in the backward
+    schedule       rewrite   the backward recomputes a region when it is the region's turn
 
 Each pass works on the graphs in place, states what it needs and leaves in its docstring, and is followed by the
 verifier when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
@@ -38,6 +39,7 @@ from fxckpt.rewrite.obey import (
     tell_partitioner,
 )
 from fxckpt.rewrite.offload import insert_transfers
+from fxckpt.rewrite.schedule import start_recomputes
 from fxckpt.rewrite.verify import verify_joint, verify_partition
 from fxckpt.torch_private import taken_as_random
 
@@ -202,6 +204,11 @@ def _transfers(run: _Run) -> None:
     run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs)
 
 
+def _schedule(run: _Run) -> None:
+    assert run.backward is not None
+    start_recomputes(run.backward.graph)
+
+
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("regions", _regions),
     ("take_over", _take_over),
@@ -212,6 +219,7 @@ PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("partition", _partition),
     ("release", _release),
     ("transfers", _transfers),
+    ("schedule", _schedule),
 )
 
 

@@ -25,7 +25,7 @@ from tests.golden.model import Block, Stack
 from tests.helpers import DEVICE, assert_same, train_step
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the golden texts name the device")
-NAMES = ("regions", "take_over", "plan", "copy_inputs", "hold", "tags", "partition", "release", "transfers")
+NAMES = ("regions", "take_over", "plan", "copy_inputs", "hold", "tags", "partition", "release", "transfers", "schedule")
 
 
 def step(model: nn.Module | None = None, compiled: bool = False, **settings: Any) -> nn.Module:

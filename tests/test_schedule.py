@@ -1,0 +1,130 @@
+"""The backward recomputes a region when its gradient is there, also after Inductor has ordered the graph anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxckpt
+from fxckpt import graph as G
+from fxckpt.rewrite.schedule import start_recomputes
+from tests.helpers import DEVICE, assert_close, measured, train_step
+from tests.situations.models import Residual, stack
+
+aten = torch.ops.aten
+
+
+class Branches(nn.Module):
+    """Three readers of the input, so that its gradient comes in four parts, then a wide layer."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.branches = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in range(3))
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = (branch(x) for branch in self.branches)
+        x = self.norm(x + torch.tanh(a) * torch.sigmoid(b) * torch.sin(c))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class TiedModel(nn.Module):
+    """An embedding that is the head's weight too: its gradient comes at the backward's beginning and at its end."""
+
+    def __init__(self, d: int = 32, vocabulary: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, d)
+        self.blocks = nn.ModuleList(Branches(d) for _ in range(depth))
+        self.eager_checkpoint = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(ids)
+        for block in self.blocks:
+            h = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False) if self.eager_checkpoint else block(h)
+        logits = h @ self.embedding.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def tied() -> tuple[TiedModel, dict[str, Any]]:
+    torch.manual_seed(0)
+    return TiedModel().to(DEVICE), {"ids": torch.randint(0, 256, (4, 128), device=DEVICE)}
+
+
+def starts(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if G.is_start(n)]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_each_region_waits_for_the_gradient_alone(offload: bool) -> None:
+    model, batch = stack(lambda: Residual(8))
+    t = fxckpt.transform(model, layers=Residual, offload=offload, verify=True)
+    t(**batch).backward()
+    (record,) = fxckpt.graphs(t)
+    found = starts(record.backward.graph)
+    assert [n.name for n in found] == [f"start_blocks_{i}_input" for i in (3, 2, 1, 0)][: len(found)]
+    assert len(found) >= 3  # the first block may start from an input of the graph
+    order = {n: i for i, n in enumerate(record.backward.graph.nodes)}
+    for node in found:
+        value, gradients = node.args
+        readers = [u for u in value.users if u is not node]
+        assert min(order[u] for u in readers) > order[node]
+        assert [G.tensor(g).shape for g in gradients] == [G.tensor(value).shape]
+
+
+def test_inserted_again_each_value_has_a_second_node_that_says_the_same() -> None:
+    model, batch = stack(lambda: Residual(8))
+    t = fxckpt.transform(model, layers=Residual)
+    t(**batch).backward()
+    (record,) = fxckpt.graphs(t)
+    before = [n.args for n in starts(record.backward.graph)]
+    assert start_recomputes(record.backward.graph) == len(before)
+    after = [n.args for n in starts(record.backward.graph)]
+    assert [a for a in after if after.count(a) == 2] == after
+
+
+def test_kept_layers_have_none() -> None:
+    model, batch = stack(lambda: Residual(8))
+    t = fxckpt.transform(model, layers=Residual, policy=lambda layer: False)
+    t(**batch).backward()
+    assert not any(starts(r.backward.graph) for r in fxckpt.graphs(t))
+
+
+def peak(run: Any, model: nn.Module, batch: dict[str, Any]) -> int:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        run(**batch).backward()
+
+    step()
+    step()
+    model.zero_grad(set_to_none=True)
+    return measured(step)[1].peak
+
+
+def test_compiled_it_needs_no_more_than_eager_checkpointing() -> None:
+    eager, batch = tied()
+    eager.eager_checkpoint = True
+    model, _ = tied()
+    t = fxckpt.transform(model, layers=Branches)
+    run = torch.compile(t)
+    want = train_step(eager, eager, batch)
+    assert_close(train_step(run, model, batch), want)
+    ours, theirs = peak(run, model, batch), peak(eager, eager, batch)
+    assert ours <= theirs, (ours, theirs)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_second_backward_through_it(backend: str | None) -> None:
+    """The start node claims to change what is saved, and does not."""
+    model, batch = stack(lambda: Residual(8))
+    t = fxckpt.transform(model, layers=Residual)
+    run = torch.compile(t, backend=backend) if backend else t
+    loss = run(**batch)
+    loss.backward(retain_graph=True)
+    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss.backward()
+    twice = {n: p.grad for n, p in model.named_parameters()}
+    torch.testing.assert_close(twice, {n: 2 * g for n, g in once.items()}, rtol=0, atol=0)

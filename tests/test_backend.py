@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import fxckpt
 from fxckpt.torch_private import aot
+from fxckpt.use import call
 from fxckpt.use.backend import plain_backend
 from tests.helpers import Step, assert_close, assert_same, seed_all, train_step
 from tests.situations.models import Residual, Stack, qwen3, stack, tokens
@@ -557,6 +560,71 @@ def test_plain_calls_capture_as_torch_compile_does() -> None:
     for batch in batches:
         train_step(t, model, batch)
     assert len(fxckpt.graphs(t)) == counters["stats"]["unique_graphs"] <= counts["graphs"]
+
+
+class ReadsData(nn.Module):
+    """A block whose scale is a number read from a tensor, and whose rows are those that a mask names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach().abs().max().item()
+        rows = (x.detach()[:, 0] > 0).nonzero().squeeze(1)
+        return x.index_add(0, rows, torch.tanh(self.a(x[rows])) / scale)
+
+
+def test_plain_calls_capture_what_depends_on_data() -> None:
+    model, batch = stack(ReadsData)
+    want = train_step(model, model, batch)
+    model, batch = stack(ReadsData)
+    t = fxckpt.transform(model, layers=ReadsData, offload=True, verify=True)
+    assert_same(train_step(t, model, batch), want)
+    (record,) = fxckpt.graphs(t)
+    assert len(record.regions) == 4
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, before: Callable[[nn.Module], None]) -> list[bool]:
+    """Let the first call of a compiled forward fail after `before(model)`; the list says how widely each captured."""
+    tries: list[bool] = []
+    real = call._compiled
+
+    def compiled(state: Any, forward: Any, user: Any) -> Callable[..., Any]:
+        run = real(state, forward, user)
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            tries.append(torch._dynamo.config.capture_scalar_outputs)
+            if len(tries) == 1:
+                before(state.model)
+                raise GuardOnDataDependentSymNode(sympy.Symbol("u0"), "a size that the data tell")
+            return run(*args, **kwargs)
+
+        return once
+
+    monkeypatch.setattr(call, "_compiled", compiled)
+    return tries
+
+
+def test_what_cannot_be_captured_so_widely_is_captured_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second try finds the random state that the first one found."""
+    make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))  # noqa: E731
+    model, batch = stack(make)
+    want = train_step(model, model, batch)
+    model, batch = stack(make)
+    tries = failing_once(monkeypatch, lambda model: model(torch.rand(4, 8)).sum())
+    t = fxckpt.transform(model, layers=nn.Sequential)
+    for _ in range(2):
+        assert_same(train_step(t, model, batch), want)
+    assert tries == [True, False, False]
+
+
+def test_no_second_try_after_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = stack(lambda: Residual(8))
+    failing_once(monkeypatch, lambda model: model.scale.add_(1))  # type: ignore[operator, union-attr]
+    t = fxckpt.transform(model, layers=Residual)
+    with pytest.raises(fxckpt.CaptureError, match="a size that the data tell"):
+        t(**batch)
 
 
 def test_other_models_are_left_alone() -> None:

@@ -24,6 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext, Guard, TracingContext
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxckpt import graph
 
@@ -165,6 +166,12 @@ def next_sequence_number() -> int:
 def is_capture_failure(error: BaseException) -> bool:
     """Whether Dynamo raised `error` because it cannot capture the code, and not the code itself."""
     return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
+
+
+def depends_on_data(error: BaseException) -> bool:
+    """Whether a graph could not be made because it would have to ask for a size or number that only its data tell."""
+    inner = getattr(error, "inner_exception", None) or error
+    return isinstance(inner, GuardOnDataDependentSymNode)
 
 
 class RecompileLimit(Exception):

@@ -66,8 +66,10 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
             "'default', or call the original model."
         )
     compiled = _compiled(state, state.model.forward, user)
+    widely = user is PLAIN and state.widely
+    again = _snapshot(state.model) if widely else None
     try:
-        with torch_private.capturing(recurrent=state.recurrent, widely=user is PLAIN):
+        with torch_private.capturing(recurrent=state.recurrent, widely=widely):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(
@@ -78,13 +80,32 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
         ours = torch_private.own_error(error, FxckptError)
         if ours is not None:
             raise ours from None  # Dynamo wraps what a backend raises
-        if user is PLAIN and torch_private.is_capture_failure(error):
+        if again is not None and torch_private.depends_on_data(error) and again():
+            state.widely = False
+            return _run(state, user, args, kwargs)
+        if user is PLAIN and (torch_private.is_capture_failure(error) or torch_private.depends_on_data(error)):
             raise CaptureError(
                 f"fxckpt: Dynamo cannot capture this call of {type(state.model).__name__}, so its step cannot be "
                 "rewritten. Either the call is wrong, and fails on the original model too, or train the original "
                 f"model, since torch.compile(model) fails alike. The reason: {error}"
             ) from error
         raise
+
+
+def _snapshot(model: torch.nn.Module) -> Callable[[], bool]:
+    """A function that sets the random state back to now, and says whether the model's buffers are as they are now."""
+    buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
+    devices = {b.device for b in (*model.parameters(), *model.buffers()) if b.is_cuda}
+    states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    cpu = torch.get_rng_state()
+
+    def back() -> bool:
+        torch.set_rng_state(cpu)
+        for device, state in states:
+            torch.cuda.set_rng_state(state, device)
+        return all(buffer._version == version for buffer, version in buffers)
+
+    return back
 
 
 def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ class State:
         captures: joint graphs seen so far, rewritten or about to be.
         found: whether a call of a layer that is to be recomputed was seen in one of them.
         calls: calls of the model with gradients so far.
+        widely: whether calls outside ``torch.compile`` capture what Dynamo leaves out of graphs by default.
         inlined: number of the last compilation that had the model inside somebody else's frame.
     """
 
@@ -47,6 +48,7 @@ class State:
     captures: int = 0
     found: bool = False
     calls: int = 0
+    widely: bool = True
     inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _patterns: dict[int, tuple[Treatment | None, ...]] = field(default_factory=dict)

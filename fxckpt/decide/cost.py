@@ -25,6 +25,19 @@ _WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_ru
 """What the partitioner puts around a random operator, by name, and which of its arguments is the operator."""
 
 
+def formulas_of_ours() -> dict[Any, Any]:
+    """Formulas beside PyTorch's own, by operator, as ``FlopCounterMode(custom_mapping=...)`` takes them."""
+
+    def raw(formula: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            return formula(*args, **kwargs)
+
+        count._get_raw = True  # type: ignore[attr-defined]  # it takes tensors, and needs no wrapper for that
+        return count
+
+    return {packet: raw(flop_registry[like]) for packet, like in _LIKE.items()}
+
+
 def flops(node: fx.Node) -> int:
     """Floating point operations of one node, a multiply-add counting as two; 0 for operators without a formula.
 

@@ -38,6 +38,7 @@ from fxckpt.torch_private.dynamo import (
     run_natively,
     user_backend,
 )
+from fxckpt.torch_private.measure import captured_graphs, memory_after, set_activation_memory_budget
 
 __all__ = [
     "CaptureContext",
@@ -51,6 +52,7 @@ __all__ = [
     "bypassing_stance",
     "cache_hits",
     "captured_function",
+    "captured_graphs",
     "captured_root_module",
     "capturing",
     "compile_frame",
@@ -60,12 +62,14 @@ __all__ = [
     "guard_root_module",
     "install_partition_hook",
     "is_capture_failure",
+    "memory_after",
     "min_cut_rematerialization_partition",
     "next_sequence_number",
     "own_error",
     "prepare",
     "recompile_limit",
     "run_natively",
+    "set_activation_memory_budget",
     "set_eval_frame",
     "taken_as_random",
     "user_backend",

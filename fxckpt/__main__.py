@@ -1,0 +1,5 @@
+"""``python -m fxckpt``: the command ``fxckpt``."""
+
+from fxckpt.cli import main
+
+main()

@@ -1,0 +1,175 @@
+"""The ways to run one training step that a benchmark compares, and the small language that names them.
+
+    NAME           eager, compile
+    NAME@n         every n-th layer is checkpointed, or a fraction of the memory
+    NAME@n+offload the activations that checkpointed layers start from go to host memory
+
+Another way is one more line in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import fxckpt
+from fxckpt.bench.spec import BenchSpec
+from fxckpt.errors import SettingsError
+from fxckpt.torch_private import set_activation_memory_budget
+
+Run = Callable[..., Any]
+"""``run(**batch)`` is the forward."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One parsed variant, such as ``fxckpt@2+offload``."""
+
+    kind: str
+    """The name before ``@``, a key of ``KINDS``."""
+    number: float = 1
+    """What stands after ``@``: every n-th layer, or a fraction."""
+    offload: bool = False
+    """Whether ``+offload`` is there."""
+
+    def __str__(self) -> str:
+        takes = KINDS[self.kind].takes
+        number = {"": "", "n": f"@{int(self.number)}", "f": f"@{self.number:g}"}[takes]
+        return f"{self.kind}{number}{'+offload' if self.offload else ''}"
+
+    @property
+    def ours(self) -> bool:
+        """Whether fxckpt rewrites the step."""
+        return KINDS[self.kind].ours
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the first step captures graphs."""
+        return KINDS[self.kind].compiled
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the variants of one name are made."""
+
+    make: Callable[[nn.Module, Variant, BenchSpec], Run]
+    """From the model to what is called with the batch."""
+    takes: Literal["", "n", "f"] = ""
+    """What stands after ``@``: nothing, every n-th layer, or a fraction of 1."""
+    offload: bool = False
+    """Whether ``+offload`` is allowed."""
+    compiled: bool = True
+    """Whether it captures graphs."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether fxckpt rewrites the step."""
+        return self.make in (_fxckpt, _fxckpt_compiled)
+
+
+def _eager(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    return model
+
+
+def _hf(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    enable = getattr(model, new, None) or getattr(model, old, None)
+    if enable is None:
+        raise SettingsError(f"{type(model).__name__} is no transformers model: it has no {new}().")
+    enable(every_n_layers=int(variant.number), offload=variant.offload)
+    return model
+
+
+def _budget(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    set_activation_memory_budget(variant.number)
+    return _compiled(model, variant, spec)
+
+
+def _compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    run: Run = torch.compile(model)
+    return run
+
+
+def _hf_compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    _hf(model, variant, spec)
+    return _compiled(model, variant, spec)
+
+
+def _fxckpt(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    layers = list(spec.layers) or None
+    return fxckpt.transform(model, every_n=int(variant.number), offload=variant.offload, layers=layers)
+
+
+def _fxckpt_compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+    run: Run = torch.compile(_fxckpt(model, variant, spec))
+    return run
+
+
+KINDS: dict[str, Kind] = {
+    "eager": Kind(_eager, compiled=False),
+    "hf-eager": Kind(_hf, "n", offload=True, compiled=False),
+    "compile": Kind(_compiled),
+    "hf-compile": Kind(_hf_compiled, "n", offload=True),
+    "torch-budget": Kind(_budget, "f"),
+    "fxckpt-plain": Kind(_fxckpt, "n", offload=True),
+    "fxckpt": Kind(_fxckpt_compiled, "n", offload=True),
+}
+
+
+def known_variants() -> str:
+    """All forms, in one line."""
+    forms = (f"{name}{'@' if k.takes else ''}{k.takes}{'[+offload]' if k.offload else ''}" for name, k in KINDS.items())
+    return f"{', '.join(forms)} (n: every n-th layer; f: fraction of the memory)"
+
+
+def parse_variant(text: str) -> Variant:
+    """One variant from its text.
+
+    Raises:
+        SettingsError: there is no such variant; the message lists what exists.
+    """
+    found = re.fullmatch(r"([\w-]+)(?:@([^+@]*))?(?:\+(.*))?", text.strip())
+    kind = KINDS.get(found[1]) if found else None
+    if found is None or kind is None:
+        raise SettingsError(f"There is no variant {text.strip()!r}. There are: {known_variants()}.")
+    name, number, option = found.groups()
+    if option is not None and (option != "offload" or not kind.offload):
+        allowed = f"only {name}{f'@{kind.takes}' if kind.takes else ''}+offload" if kind.offload else "nothing after +"
+        raise SettingsError(f"Variant {text.strip()!r}: {name} takes {allowed}.")
+    if not kind.takes and number is not None:
+        raise SettingsError(f"Variant {text.strip()!r}: {name} takes no number; write {name}.")
+    return Variant(name, _number(text.strip(), name, number, kind.takes) if kind.takes else 1, option is not None)
+
+
+def _number(text: str, name: str, number: str | None, takes: str) -> float:
+    if takes == "n":
+        if number is None or not number.isdecimal() or int(number) < 1:
+            raise SettingsError(f"Variant {text!r}: write {name}@n, n a whole number of at least 1, such as {name}@2.")
+        return int(number)
+    try:
+        value = float(number or "")
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise SettingsError(f"Variant {text!r}: write {name}@f, f a fraction between 0 and 1, such as {name}@0.5.")
+    return value
+
+
+def parse_variants(texts: Iterable[str]) -> list[Variant]:
+    """Variants from texts, each once.
+
+    Raises:
+        SettingsError: none is given, one does not exist, or one stands twice.
+    """
+    found = [parse_variant(text) for text in texts if text.strip()]
+    if not found:
+        raise SettingsError(f"No variant is given. There are: {known_variants()}.")
+    twice = sorted({str(v) for v in found if found.count(v) > 1})
+    if twice:
+        raise SettingsError(f"Each variant can be given once; given twice: {', '.join(twice)}.")
+    return found

@@ -1,0 +1,109 @@
+"""The command ``fxckpt``: one command a function, each a thin front of its folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fxckpt.bench.plot import check_plot, plot
+from fxckpt.bench.run import run_bench
+from fxckpt.bench.spec import BenchSpec, parse_overrides
+from fxckpt.bench.table import WIDTH, render
+from fxckpt.bench.variants import known_variants
+from fxckpt.errors import FxckptError, SettingsError
+
+DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
+VARIANTS_HELP = f"What to compare, comma-separated; ratios are relative to the first. There are: {known_variants()}."
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def _fxckpt() -> None:
+    """Train PyTorch models in less memory, and see what that costs."""
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A transformers model type (llama, bert, t5, vit, whisper, ...), a folder with config.json, or "
+            "file.py:function, a function that returns (model, batch) and may take batch, seq, dtype and device."
+        ),
+    ],
+    variants: Annotated[str, typer.Option(help=VARIANTS_HELP)] = DEFAULT_VARIANTS,
+    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 2,
+    seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, of weights and inputs.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(help="Timed steps of a variant in each round.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds; in each, every variant has its turn.")] = 5,
+    warmup: Annotated[int, typer.Option(help="Steps before the rounds, beside the first.")] = 2,
+    threads: Annotated[int | None, typer.Option(help="Threads of PyTorch's kernels.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the configuration; repeatable.")
+    ] = None,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="Name pattern of fxckpt's boundary layers, for plain PyTorch; repeatable.")
+    ] = None,
+    dropout: Annotated[str, typer.Option(help="on: as configured. off: all rates are 0.")] = "off",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw memory against time (.png, .svg).")] = None,
+) -> None:
+    """Compare ways to run one training step: memory, time, compile time and gradients.
+
+    Each variant runs in its own process, and they take turns step by step. Exits with 1 if a variant of fxckpt failed.
+    """
+    if dropout not in ("on", "off"):
+        raise SettingsError(f"--dropout {dropout}: use on or off.")
+    if plot_file is not None:
+        check_plot(plot_file)
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise SettingsError(f"--json {json_file}: there is no such folder.")
+    changed, names = parse_overrides(overrides or ()), tuple(layers or ())
+    spec = BenchSpec(model, batch, seq, dtype, device, changed, names, dropout == "on")
+    with _Bar() as show:
+        ways = variants.split(",")
+        result = run_bench(spec, ways, steps=steps, rounds=rounds, warmup=warmup, threads=threads, on_progress=show)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        plot(result, plot_file)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(render(result))
+    if any(v.ours for v in result.failed):
+        raise typer.Exit(1)
+
+
+class _Bar(Progress):
+    """A progress bar on standard error, called with what is done, out of how much, and what is done now."""
+
+    def __init__(self) -> None:
+        columns: tuple[Any, ...] = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        text = TextColumn("{task.description}", markup=False)
+        console = Console(stderr=True)
+        super().__init__(*columns, text, console=console, transient=True, disable=not console.is_terminal)
+        self.bar = self.add_task("", total=None)
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        self.update(self.bar, completed=done, total=total, description=text)
+
+
+def main() -> None:
+    """Run the command of the command line; an error of fxckpt's is one line on standard error and exit status 2."""
+    try:
+        app(prog_name="fxckpt")
+    except FxckptError as error:
+        print(f"fxckpt: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

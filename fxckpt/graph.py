@@ -128,9 +128,9 @@ def is_reload(node: fx.Node) -> bool:
     return node.target is torch.ops.fxckpt.reload.default
 
 
-def is_start(node: fx.Node) -> bool:
-    """Whether `node` says when a recompute may start."""
-    return node.target is torch.ops.fxckpt.start_recompute.default
+def is_order(node: fx.Node) -> bool:
+    """Whether `node` only orders others: what reads its value behind it waits for what else it reads."""
+    return node.target is torch.ops.fxckpt.after.default
 
 
 def is_transfer(node: fx.Node) -> bool:

@@ -39,7 +39,7 @@ from fxckpt.rewrite.obey import (
     tell_partitioner,
 )
 from fxckpt.rewrite.offload import insert_transfers
-from fxckpt.rewrite.schedule import start_recomputes
+from fxckpt.rewrite.schedule import start_recomputes, weights_first
 from fxckpt.rewrite.verify import verify_joint, verify_partition
 from fxckpt.torch_private import taken_as_random
 
@@ -206,6 +206,7 @@ def _transfers(run: _Run) -> None:
 
 def _schedule(run: _Run) -> None:
     assert run.backward is not None
+    weights_first(run.backward.graph)
     start_recomputes(run.backward.graph)
 
 

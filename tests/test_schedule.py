@@ -55,7 +55,7 @@ def tied() -> tuple[TiedModel, dict[str, Any]]:
 
 
 def starts(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if G.is_start(n)]
+    return [n for n in graph.nodes if G.is_order(n)]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -73,6 +73,50 @@ def test_each_region_waits_for_the_gradient_alone(offload: bool) -> None:
         readers = [u for u in value.users if u is not node]
         assert min(order[u] for u in readers) > order[node]
         assert [G.tensor(g).shape for g in gradients] == [G.tensor(value).shape]
+
+
+class Wide(nn.Module):
+    """A layer whose second half reads eight times what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def test_the_gradient_of_a_weight_comes_before_that_of_its_wide_input() -> None:
+    model, batch = stack(Wide)
+    t = fxckpt.transform(model, layers=Wide, verify=True)
+    t(**batch).backward()
+    (record,) = fxckpt.graphs(t)
+    order = {n: i for i, n in enumerate(record.backward.graph.nodes)}
+    waits = [n for n in order if n.name.startswith("wait_")]
+    assert len(waits) == 4
+    for node in waits:
+        incoming, (weight,) = node.args
+        product = next(n for n in order if n.name == node.name.removeprefix("wait_"))
+        assert order[weight] < order[node] < order[product]
+        assert {G.tensor(weight).shape, G.tensor(product).shape} == {(8, 64), (5, 64)}
+        assert all(G.view_base(n) is incoming or n.op == "placeholder" or G.is_view(n) for n in product.all_input_nodes)
+
+
+def test_narrow_inputs_wait_for_nothing() -> None:
+    model, batch = stack(Square)
+    t = fxckpt.transform(model, layers=Square)
+    t(**batch).backward()
+    (record,) = fxckpt.graphs(t)
+    assert not any(n.name.startswith("wait_") for n in record.backward.graph.nodes)
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
 
 
 def test_inserted_again_each_value_has_a_second_node_that_says_the_same() -> None:

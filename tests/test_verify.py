@@ -462,3 +462,26 @@ def test_a_graph_that_is_malformed(monkeypatch: pytest.MonkeyPatch, which: str) 
 
     message = sabotaged(monkeypatch, "partition", change)
     assert "not well formed" in message and "tanh" in message
+
+
+# ---- order nodes ------------------------------------------------------------------------------------------------
+
+
+def test_a_recompute_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        node = next(n for n in run.backward.graph.nodes if G.is_order(n))
+        value = node.args[0]
+        reader = next(u for u in value.users if u is not node)
+        reader.append(node)
+
+    assert "before its recompute may start" in sabotaged(monkeypatch, "schedule", change)
+
+
+def test_an_order_node_that_something_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        graph = run.backward.graph
+        node = next(n for n in graph.nodes if G.is_order(n))
+        with graph.inserting_after(node):
+            graph.call_function(aten.neg.default, (node,))
+
+    assert "nothing may read it" in sabotaged(monkeypatch, "schedule", change)

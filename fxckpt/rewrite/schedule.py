@@ -1,14 +1,13 @@
-"""Pass on the backward graph: say when the recompute of a region may start.
+"""Passes on the backward graph that say what has to wait for what, so that less is alive at once.
 
-Inductor orders a graph anew and fuses across it. Left alone it starts to recompute a region before the gradients of
-what follows are put together, and holds all their parts beside the recomputed values. So each value that a region
-starts from gets a node before its first reader::
+Inductor orders a graph anew and fuses across it. ``fxckpt.after(value, [first, ...])`` holds an order in it: the node
+claims to change `value`, which orders every later reader of it behind the node, and it reads what is to come first.
+Nothing is fused or moved across it, and it does nothing when it runs. Two orders are held:
 
-    start_layers_3_input = fxckpt.start_recompute(layers_3_input, [gradient, ...])
-
-The node claims to change the value, which orders every later reader of it behind the node, and it reads the gradients
-that are alive by then, which orders their computation before it. Nothing is fused or moved across it, and it does
-nothing when it runs.
+* A region's recompute waits for the gradients of what follows the region. Left alone Inductor starts it before they
+  are put together, and holds all their parts beside the recomputed values.
+* Of the two products with a linear layer's incoming gradient, the weight's comes first: it is the last reader of the
+  layer's recomputed input, whose memory then is free for the input's gradient.
 """
 
 from __future__ import annotations
@@ -18,9 +17,80 @@ from torch import fx
 
 from fxckpt import graph as G
 
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+
+
+def weights_first(backward: fx.Graph) -> int:
+    """Let the gradient of a linear layer's weight come before that of its input, where the input is wide.
+
+    Wide is an input of more bytes than the layer's incoming gradient; of others little would be free.
+
+    Needs: tags on the recomputed nodes. Leaves: products moved behind others, and order nodes before them.
+
+    Returns:
+        How many products wait.
+    """
+    nodes = list(backward.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    gradients = _gradients(nodes)
+    readers = _readers(nodes)
+    waiting = 0
+    for weight in nodes:
+        if weight.target not in _PRODUCTS:
+            continue
+        bases = [G.view_base(n) for n in weight.all_input_nodes]
+        incoming = next((n for n in bases if n in gradients), None)
+        wide = next((n for n in bases if _recomputed(n) and max(readers[n], key=order.__getitem__) is weight), None)
+        if incoming is None or wide is None or not _bytes(wide) > _bytes(incoming):
+            continue
+        for other in readers[incoming]:
+            if other is weight or other.target not in _PRODUCTS or _bytes(other) < _bytes(wide):
+                continue
+            if any(order[r] < order[weight] for r in readers.get(other, ())) or any(
+                _recomputed(G.view_base(n)) for n in other.all_input_nodes
+            ):
+                continue
+            if order[other] < order[weight]:
+                weight.append(other)
+            with backward.inserting_before(other):
+                _order(backward, incoming, [weight], f"wait_{other.name}")
+            waiting += 1
+    return waiting
+
+
+def _gradients(nodes: list[fx.Node]) -> set[fx.Node]:
+    found = {n for n in nodes if n.op == "placeholder" and G.is_tangent(n)}
+    for node in nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _readers(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that read each value, or a view of it; views themselves do not count."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "call_function" and not G.is_view(node):
+            for base in dict.fromkeys(map(G.view_base, node.all_input_nodes)):
+                found.setdefault(base, []).append(node)
+    return found
+
+
+def _recomputed(node: fx.Node) -> bool:
+    tag = G.tag(node)
+    return node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR
+
+
+def _bytes(node: fx.Node) -> int:
+    return G.nbytes(node) if G.tensor(node) is not None else 0
+
+
+def _order(graph: fx.Graph, value: fx.Node, first: list[fx.Node], name: str) -> None:
+    graph.create_node("call_function", torch.ops.fxckpt.after.default, (value, first), name=name)
+
 
 def start_recomputes(backward: fx.Graph) -> int:
-    """Insert the start nodes; in time linear in the graph.
+    """Let each value that a recomputed region starts from wait for the gradients that are alive by then.
 
     Needs: tags on the recomputed nodes and on the inputs and reloads that they read. Leaves: the start nodes.
 
@@ -41,12 +111,7 @@ def start_recomputes(backward: fx.Graph) -> int:
         arrived = _arrived(alive) if entries else []
         for value, region in entries if arrived else ():
             with backward.inserting_before(node):
-                backward.create_node(
-                    "call_function",
-                    torch.ops.fxckpt.start_recompute.default,
-                    (value, arrived),
-                    name=f"start_{_name(value, region)}",
-                )
+                _order(backward, value, arrived, f"start_{_name(value, region)}")
             inserted += 1
         if node in last_use:
             alive[node] = None
@@ -60,21 +125,14 @@ def _arrived(alive: dict[fx.Node, None]) -> list[fx.Node]:
 
 def _last_uses(nodes: list[fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """For each gradient, the place of the last node that reads it or a view of it; the output does not count."""
-    gradients = {n for n in nodes if n.op == "placeholder" and G.is_tangent(n)}
-    last_use: dict[fx.Node, int] = {}
+    gradients, last_use = _gradients(nodes), {}
     for node in nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or G.is_view(node):  # what reads a view reads its base
             continue
-        read = [n for n in node.all_input_nodes if n in gradients]
-        if not read:
-            continue
-        gradients.add(node)
-        if G.is_view(node):  # what reads it reads its base
-            continue
-        for base in map(G.view_base, read):
+        for base in map(G.view_base, node.all_input_nodes):
             if base in last_use:
                 last_use[base] = order[node]
-        if G.tensor(node) is not None:
+        if node in gradients and G.tensor(node) is not None:
             last_use[node] = -1
     return {node: place for node, place in last_use.items() if place >= 0}
 
@@ -82,7 +140,7 @@ def _last_uses(nodes: list[fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node,
 def _entries(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """What a recomputed node reads of what its regions start from, with the region."""
     tag = G.tag(node)
-    if node.op != "call_function" or tag is None or tag.kind is not G.Kind.INTERIOR:
+    if tag is None or not _recomputed(node):
         return []
     return [(value, region) for value in node.all_input_nodes for region in tag.regions if region in _starts(value)]
 

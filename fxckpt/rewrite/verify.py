@@ -185,7 +185,7 @@ def _check_reload(node: fx.Node, offload: fx.Node, where: str) -> None:
 def _check_state(backward: fx.Graph, where: str) -> None:
     """Recomputed code may not draw new random numbers, nor change state a second time."""
     for node in backward.nodes:
-        if not G.is_forward(node) or G.is_start(node):  # recorded in the backward: what runs there as without fxckpt
+        if not G.is_forward(node) or G.is_order(node):  # recorded in the backward: what runs there as without fxckpt
             continue
         if G.draws_random(node):
             raise VerifyError(f"{where}: {node.name} draws new random numbers in the backward.")
@@ -197,14 +197,14 @@ def _check_starts(backward: fx.Graph, where: str) -> None:
     """A recomputed region reads what it starts from after its start node, which reads nothing recomputed for it."""
     started: dict[object, set[fx.Node]] = {}
     for node in backward.nodes:
-        if G.is_start(node):
+        if G.is_order(node):
             started.setdefault(node.args[0], set()).add(node)
             if any(u.op != "output" for u in node.users):
                 raise VerifyError(f"{where}: {node.name} only orders; nothing may read it.")
     seen: set[fx.Node] = set()
     for node in backward.nodes:
         tag = G.tag(node)
-        if G.is_start(node):
+        if G.is_order(node):
             seen.add(node)
         elif node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR:
             for value in node.all_input_nodes:

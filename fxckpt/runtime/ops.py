@@ -1,4 +1,4 @@
-"""The operators of rewritten graphs: ``torch.ops.fxckpt.offload``, ``reload`` and ``start_recompute``.
+"""The operators of rewritten graphs: ``torch.ops.fxckpt.offload``, ``reload`` and ``after``.
 
 Transfers, one pair for each boundary activation::
 
@@ -21,7 +21,7 @@ from fxckpt.errors import TransferError
 
 _library = torch.library.Library("fxckpt", "FRAGMENT")
 _library.define("boundary(Tensor activation) -> Tensor")  # stands in graphs being rewritten, and is never run
-_library.define("start_recompute(Tensor(a!) activation, Tensor[] gradients) -> ()")
+_library.define("after(Tensor(a!) value, Tensor[] first) -> ()")
 _library.define("offload(Tensor activation, str name) -> Tensor")
 _library.define("reload(Tensor host, Device device, str name, SymInt[]? stride=None) -> Tensor")
 
@@ -51,7 +51,7 @@ def _reload(host: torch.Tensor, device: torch.device, name: str, stride: Sequenc
     return made.copy_(host, non_blocking=made.is_cuda)
 
 
-def _start_recompute(activation: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+def _after(value: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
     """Order the compiler's schedule (``rewrite/schedule.py``); nothing is done or changed."""
 
 
@@ -67,10 +67,10 @@ def _reload_fake(
     return torch.empty_strided(host.size(), chosen, dtype=host.dtype, device=device)
 
 
-_library.impl("start_recompute", _start_recompute, "CompositeExplicitAutograd")
+_library.impl("after", _after, "CompositeExplicitAutograd")
 _library.impl("offload", _offload, "CompositeExplicitAutograd")
 _library.impl("reload", _reload, "CompositeExplicitAutograd")
 torch.library.register_fake("fxckpt::boundary", torch.empty_like, lib=_library)
-torch.library.register_fake("fxckpt::start_recompute", _start_recompute, lib=_library)
+torch.library.register_fake("fxckpt::after", _after, lib=_library)
 torch.library.register_fake("fxckpt::offload", _offload_fake, lib=_library)
 torch.library.register_fake("fxckpt::reload", _reload_fake, lib=_library)

@@ -329,6 +329,32 @@ def test_outputs_of_layer_norms_are_saved_each(offload: bool) -> None:
     assert not again, "a boundary is read, not computed"
 
 
+class PostNorm(nn.Module):
+    """A layer whose output is a layer norm's, as BERT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x + torch.tanh(self.a(x)))
+        return out
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_after_a_kept_layer_norm_its_input_is_saved_alone(offload: bool) -> None:
+    """Its backward needs the input; the output is made of it again, unless it leaves the device anyway."""
+    record = planned(Model(*(PostNorm() for _ in range(4))), every_n=2, offload=offload)
+    (boundary,) = [b for b in record.plan.boundaries if b.name == "blocks_2_input"]
+    assert boundary.node.startswith("getitem" if offload else "add")
+    saved = {n.name for n in saved_values(record)}
+    assert boundary.node in saved
+    (output,) = [
+        n for r in record.regions if r.name == "blocks.1" for n in r.nodes if G.is_getitem(n) and n.args[1] == 0
+    ]
+    assert (output.name in saved) is offload
+
+
 def test_parts_of_a_chunk_are_saved_as_parts() -> None:
     def run(model: Model, h: torch.Tensor) -> torch.Tensor:
         left, right = torch.tanh(torch.cat([h, h], 1)).chunk(2, 1)

@@ -9,8 +9,10 @@ Rules, in the order they are applied to a recomputed region:
    that owns the storage is saved, once, unless a view shows only a part of it.
 2. If such a value does not depend on a parameter (masks, rotary tables, position ids) and is cheap to recompute from
    graph inputs that are smaller, it is recomputed instead.
-3. A value of the region that is read outside it (by the forward, or as a graph output) is never recomputed.
-4. All other values of the region are its interior: recomputed, never saved.
+3. If such a value is a cheap function of ONE other that the backward needs anyway (a layer norm's result, of its
+   input), the region starts from that one, and recomputes the function too; not where the value leaves device memory.
+4. A value of the region that is read outside it (by the forward, or as a graph output) is never recomputed.
+5. All other values of the region are its interior: recomputed, never saved.
 """
 
 from __future__ import annotations
@@ -96,6 +98,8 @@ class _Draft:
     readers: dict[fx.Node, list[Region]] = field(default_factory=dict)
     exits: set[fx.Node] = field(default_factory=set)
     free: set[fx.Node] = field(default_factory=set)
+    again: dict[fx.Node, list[Region]] = field(default_factory=dict)
+    """Values outside recomputed regions that are recomputed with these regions."""
 
 
 def make_plan(
@@ -129,6 +133,7 @@ def make_plan(
     draft = _Draft(owner, backward, _dependents(graph, learned), outputs, offload)
     _find_exits(draft)
     _find_entries(draft)
+    _start_from_what_is_saved(draft)
     boundaries = _name_boundaries(draft, {r.name for r in regions})
     _tag_all(draft, boundaries)
     return Plan(region_plans, tuple(b for b, _ in boundaries.values()))
@@ -205,6 +210,56 @@ def _find_entries(draft: _Draft) -> None:
         _add_reader(draft, base if base in draft.readers or base in draft.exits else read, region)
 
 
+def _start_from_what_is_saved(draft: _Draft) -> None:
+    """Rule 3: of two values of which one is made of the other, save the one that the backward reads."""
+    for node in list(draft.readers):
+        if draft.offload and node in draft.parametric:
+            continue
+        chain = _made_of(draft, node)
+        if chain is None:
+            continue
+        source, made = chain
+        for region in draft.readers.pop(node):
+            _add_reader(draft, source, region)
+            for value in made:
+                draft.again.setdefault(value, []).append(region)
+
+
+def _made_of(draft: _Draft, node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The value read by the backward that `node` is cheaply made of, and the values on the way, or None."""
+    made: list[fx.Node] = []
+    source = node  # that the region's own backward reads it, too, saves nothing
+    while source is node or not _read_by_backward(draft, source):
+        fixed = source in draft.owner or source in draft.exits or source in draft.outputs or G.keeps_saved(source)
+        if fixed or not is_cheap(source) or _aliases_output(draft, source) or len(made) == _LONGEST_CHAIN:
+            return None
+        made.append(source)
+        wide = {i for i in source.all_input_nodes if i.op == "call_function" and 2 * _size(i) > _size(node)}
+        if len(wide) != 1:
+            return None
+        (source,) = wide
+    usable = made and source not in draft.owner and G.tensor(source) is not None and _owned(source) is source
+    return (source, made) if usable and _size(source) <= _size(node) else None
+
+
+_LONGEST_CHAIN = 8
+"""Steps from a value to what it is made of; a layer norm has four."""
+
+
+def _size(node: fx.Node) -> int:
+    value = G.value(node)
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(G.storage_nbytes(p) for p in parts if isinstance(p, torch.Tensor))
+
+
+def _read_by_backward(draft: _Draft, node: fx.Node) -> bool:
+    """Whether the backward reads `node`, or a view of it that is made outside recomputed regions."""
+    return any(
+        user in draft.backward or (user not in draft.owner and G.is_view(user) and _read_by_backward(draft, user))
+        for user in node.users
+    )
+
+
 def _add_reader(draft: _Draft, node: fx.Node, region: Region) -> None:
     readers = draft.readers.setdefault(node, [])
     if region not in readers:
@@ -277,6 +332,9 @@ def _tag_all(draft: _Draft, boundaries: Mapping[fx.Node, tuple[Boundary, G.Tag]]
     for node in draft.exits:
         if G.tag(node) is None:
             G.set_tag(node, G.Tag(G.Kind.BOUNDARY, (draft.owner[node].index,) if node in draft.owner else ()))
+    for node, readers in draft.again.items():
+        if G.tag(node) is None:
+            G.set_tag(node, G.Tag(G.Kind.INTERIOR, tuple(r.index for r in readers)))
     for node in draft.free:
         if G.tag(node) is None:
             G.set_tag(node, G.Tag(G.Kind.FREE))

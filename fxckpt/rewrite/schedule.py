@@ -148,7 +148,7 @@ def _entries(node: fx.Node) -> list[tuple[fx.Node, int]]:
 def _starts(value: fx.Node) -> tuple[int, ...]:
     """The regions that start from `value`."""
     tag = _saved_tag(value)
-    return tag.regions if tag is not None else ()
+    return tag.regions if tag is not None and G.tensor(value) is not None else ()
 
 
 def _saved_tag(value: fx.Node) -> G.Tag | None:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import fxckpt
 from fxckpt import graph as G
-from fxckpt.rewrite.schedule import start_recomputes
+from fxckpt.rewrite.schedule import start_recomputes, weights_first
 from tests.helpers import DEVICE, assert_close, measured, train_step
 from tests.situations.models import Residual, stack
 
@@ -100,6 +100,33 @@ def test_the_gradient_of_a_weight_comes_before_that_of_its_wide_input() -> None:
         assert order[weight] < order[node] < order[product]
         assert {G.tensor(weight).shape, G.tensor(product).shape} == {(8, 64), (5, 64)}
         assert all(G.view_base(n) is incoming or n.op == "placeholder" or G.is_view(n) for n in product.all_input_nodes)
+
+
+def backward_of_a_linear_layer(viewed_first: bool) -> fx.Graph:
+    """The gradient of the input, perhaps a view of it, the gradient of the weight, and a reader of the former."""
+
+    def value(node: fx.Node, *shape: int) -> fx.Node:
+        G.set_value(node, torch.empty(shape, device="meta"))
+        return node
+
+    graph = fx.Graph()
+    saved, weight = value(graph.placeholder("saved"), 5, 64), value(graph.placeholder("primals_1"), 8, 64)
+    incoming = value(graph.placeholder("tangents_1"), 5, 8)
+    wide = value(graph.call_function(aten.exp.default, (saved,)), 5, 64)
+    G.set_tag(wide, G.Tag(G.Kind.INTERIOR, (0,)))
+    of_input = value(graph.call_function(aten.mm.default, (incoming, weight)), 5, 64)
+    seen = value(graph.call_function(aten.view.default, (of_input, [5, 64])), 5, 64) if viewed_first else of_input
+    turned = value(graph.call_function(aten.t.default, (incoming,)), 8, 5)
+    of_weight = value(graph.call_function(aten.mm.default, (turned, wide)), 8, 64)
+    graph.output((of_weight, value(graph.call_function(aten.neg.default, (seen,)), 5, 64)))
+    return graph
+
+
+@pytest.mark.parametrize("viewed_first", [False, True])
+def test_a_product_moves_only_where_nothing_reads_it_before(viewed_first: bool) -> None:
+    graph = backward_of_a_linear_layer(viewed_first)
+    assert weights_first(graph) == (0 if viewed_first else 1)
+    graph.lint()
 
 
 def test_narrow_inputs_wait_for_nothing() -> None:

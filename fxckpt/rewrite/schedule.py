@@ -40,15 +40,14 @@ def weights_first(backward: fx.Graph) -> int:
             continue
         bases = [G.view_base(n) for n in weight.all_input_nodes]
         incoming = next((n for n in bases if n in gradients), None)
-        wide = next((n for n in bases if _recomputed(n) and max(readers[n], key=order.__getitem__) is weight), None)
+        wide = next((n for n in bases if _recomputed(n) and readers[n][-1] is weight), None)
         if incoming is None or wide is None or not _bytes(wide) > _bytes(incoming):
             continue
         for other in readers[incoming]:
             if other is weight or other.target not in _PRODUCTS or _bytes(other) < _bytes(wide):
                 continue
-            if any(order[r] < order[weight] for r in readers.get(other, ())) or any(
-                _recomputed(G.view_base(n)) for n in other.all_input_nodes
-            ):
+            read_before = any(order.get(user, len(nodes)) < order[weight] for user in other.users)  # views count here
+            if read_before or any(_recomputed(G.view_base(n)) for n in other.all_input_nodes):
                 continue
             if order[other] < order[weight]:
                 weight.append(other)
@@ -67,7 +66,7 @@ def _gradients(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _readers(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that read each value, or a view of it; views themselves do not count."""
+    """The nodes that read each value, or a view of it, in graph order; views and the output do not count."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         if node.op == "call_function" and not G.is_view(node):
@@ -99,7 +98,9 @@ def start_recomputes(backward: fx.Graph) -> int:
     """
     nodes = list(backward.nodes)
     order = {node: i for i, node in enumerate(nodes)}
-    last_use = _last_uses(nodes, order)
+    readers = _readers(nodes)
+    made = (n for n in _gradients(nodes) if n.op == "call_function" and not G.is_view(n) and G.tensor(n) is not None)
+    last_use = {n: order[readers[n][-1]] for n in made if n in readers}
     alive: dict[fx.Node, None] = {}  # gradients, in graph order
     started: set[tuple[fx.Node, int]] = set()
     inserted = 0
@@ -121,20 +122,6 @@ def start_recomputes(backward: fx.Graph) -> int:
 def _arrived(alive: dict[fx.Node, None]) -> list[fx.Node]:
     """The gradients that the regions before this one left; what is made of one of them alone can wait."""
     return [g for g in alive if not any(G.view_base(n) in alive for n in g.all_input_nodes)]
-
-
-def _last_uses(nodes: list[fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each gradient, the place of the last node that reads it or a view of it; the output does not count."""
-    gradients, last_use = _gradients(nodes), {}
-    for node in nodes:
-        if node.op != "call_function" or G.is_view(node):  # what reads a view reads its base
-            continue
-        for base in map(G.view_base, node.all_input_nodes):
-            if base in last_use:
-                last_use[base] = order[node]
-        if node in gradients and G.tensor(node) is not None:
-            last_use[node] = -1
-    return {node: place for node, place in last_use.items() if place >= 0}
 
 
 def _entries(node: fx.Node) -> list[tuple[fx.Node, int]]:

@@ -214,8 +214,8 @@ class CaptureContext:
 def prepare(backend: Callable[..., Any]) -> None:
     """Begin what Inductor does once a process before its first C++ kernel, while the graph is still being captured.
 
-    To learn which vector instructions it may use it compiles and loads test programs, and waits for the compiler: 4 to
-    5 s with an empty cache. Here a thread waits; who comes to need the answer before it is there asks anew.
+    To learn which vector instructions it may use it compiles and loads test programs, and waits for the compiler: some
+    seconds with an empty cache. Here a thread waits; who comes to need the answer before it is there asks anew.
     """
     if isinstance(backend, torch._TorchCompileInductorWrapper):
         _probe_vector_instructions()

@@ -95,7 +95,8 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
 def _snapshot(model: torch.nn.Module) -> Callable[[], bool]:
     """A function that sets the random state back to now, and says whether the model's buffers are as they are now."""
     buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
-    devices = {b.device for b in (*model.parameters(), *model.buffers()) if b.is_cuda}
+    on_cuda = torch.cuda.is_initialized()
+    devices = {p.device for p in model.parameters() if p.is_cuda} if on_cuda else set()
     states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
     cpu = torch.get_rng_state()
 

@@ -2,6 +2,7 @@
 
     regions        capture   find the calls of boundary layers
     take_over      rewrite   layers whose own checkpointing is on lose the tags it left
+    masks          rewrite   attention whose mask is known to be the causal one, or none, is told so
     plan           decide    tag values: interior, boundary, free
     copy_inputs    rewrite   recomputed values read inputs as they were before the step changed them
     hold           rewrite   let the partitioner save boundary values it would not save when told to
@@ -9,6 +10,7 @@
     partition      rewrite   PyTorch's min-cut partitioner: joint graph -> forward graph, backward graph
     release        rewrite   undo "hold"
     transfers      rewrite   offload in the forward, reload in the backward
+    rematerialize  rewrite   where a compiler fuses, gradients make cheap values anew that would be held for them
     schedule       rewrite   the backward recomputes a region when it is the region's turn
 
 Each pass works on the graphs in place, states what it needs and leaves in its docstring, and is followed by the
@@ -30,6 +32,7 @@ from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.plan import Plan, make_plan
 from fxckpt.decide.policy import Treatment
+from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
     drop_foreign_tags,
@@ -39,9 +42,10 @@ from fxckpt.rewrite.obey import (
     tell_partitioner,
 )
 from fxckpt.rewrite.offload import insert_transfers
+from fxckpt.rewrite.rematerialize import for_each_region, for_gradients
 from fxckpt.rewrite.schedule import start_recomputes, weights_first
 from fxckpt.rewrite.verify import verify_joint, verify_partition
-from fxckpt.torch_private import taken_as_random
+from fxckpt.torch_private import saving_least, taken_as_random
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Dump = Callable[[str, str, "fx.GraphModule | None"], None]
@@ -75,6 +79,7 @@ class Request:
         treatments: what becomes of each, by name.
         parameters: for each of the graph's inputs, whether it is a parameter.
         mutated: for each of the graph's inputs, whether the step changes it.
+        fuses: whether a compiler that fuses pointwise operators takes the graphs.
         around: the boundary layers whose call the whole graph is part of, outermost first.
         frame: the Python frame it was captured from.
         dump: writes a graph for debugging, or None.
@@ -85,6 +90,7 @@ class Request:
     treatments: Mapping[str, Treatment]
     parameters: tuple[bool, ...] = ()
     mutated: tuple[bool, ...] = ()
+    fuses: bool = False
     around: tuple[BoundaryLayer, ...] = ()
     frame: Frame = Frame()
     dump: Dump | None = None
@@ -166,6 +172,10 @@ def _take_over(run: _Run) -> None:
     drop_foreign_tags(run.regions)
 
 
+def _masks(run: _Run) -> None:
+    drop_known_masks(run.joint.graph)
+
+
 def _plan(run: _Run) -> None:
     run.plan = make_plan(
         run.joint.graph,
@@ -195,13 +205,20 @@ def _tags(run: _Run) -> None:
 
 
 def _partition(run: _Run) -> None:
-    with taken_as_random(random_operators(run.joint.graph)):
+    with taken_as_random(random_operators(run.joint.graph)), saving_least(run.request.fuses):
         run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
 
 
 def _transfers(run: _Run) -> None:
     assert run.forward is not None and run.backward is not None
     run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs)
+
+
+def _rematerialize(run: _Run) -> None:
+    assert run.backward is not None
+    if run.request.fuses:
+        for_each_region(run.backward.graph)
+        for_gradients(run.backward.graph)
 
 
 def _schedule(run: _Run) -> None:
@@ -213,6 +230,7 @@ def _schedule(run: _Run) -> None:
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("regions", _regions),
     ("take_over", _take_over),
+    ("masks", _masks),
     ("plan", _plan),
     ("copy_inputs", _copy_inputs),
     ("hold", _hold),
@@ -220,6 +238,7 @@ PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("partition", _partition),
     ("release", _release),
     ("transfers", _transfers),
+    ("rematerialize", _rematerialize),
     ("schedule", _schedule),
 )
 

@@ -25,7 +25,10 @@ from tests.golden.model import Block, Stack
 from tests.helpers import DEVICE, assert_same, train_step
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the golden texts name the device")
-NAMES = ("regions", "take_over", "plan", "copy_inputs", "hold", "tags", "partition", "release", "transfers", "schedule")
+NAMES = (
+    *("regions", "take_over", "masks", "plan", "copy_inputs", "hold", "tags"),
+    *("partition", "release", "transfers", "rematerialize", "schedule"),
+)
 
 
 def step(model: nn.Module | None = None, compiled: bool = False, **settings: Any) -> nn.Module:
@@ -126,7 +129,7 @@ def rerun(monkeypatch: pytest.MonkeyPatch, name: str, again: Any) -> GraphRecord
     return record_of()
 
 
-@pytest.mark.parametrize("name", ["regions", "take_over", "plan", "copy_inputs", "hold", "tags", "release"])
+@pytest.mark.parametrize("name", ["regions", "take_over", "masks", "plan", "copy_inputs", "hold", "tags", "release"])
 def test_a_pass_run_twice_changes_nothing_more(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     once = record_of()
     twice = rerun(monkeypatch, name, dict(pipeline.PASSES)[name])

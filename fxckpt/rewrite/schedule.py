@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxckpt import graph as G
+from fxckpt.rewrite.phases import find_gradients, find_readers, is_recomputed
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 
@@ -32,22 +33,22 @@ def weights_first(backward: fx.Graph) -> int:
     """
     nodes = list(backward.nodes)
     order = {node: i for i, node in enumerate(nodes)}
-    gradients = _gradients(nodes)
-    readers = _readers(nodes)
+    gradients = find_gradients(nodes)
+    readers = find_readers(nodes)
     waiting = 0
     for weight in nodes:
         if weight.target not in _PRODUCTS:
             continue
         bases = [G.view_base(n) for n in weight.all_input_nodes]
         incoming = next((n for n in bases if n in gradients), None)
-        wide = next((n for n in bases if _recomputed(n) and readers[n][-1] is weight), None)
+        wide = next((n for n in bases if is_recomputed(n) and readers[n][-1] is weight), None)
         if incoming is None or wide is None or not _bytes(wide) > _bytes(incoming):
             continue
         for other in readers[incoming]:
             if other is weight or other.target not in _PRODUCTS or _bytes(other) < _bytes(wide):
                 continue
             read_before = any(order.get(user, len(nodes)) < order[weight] for user in other.users)  # views count here
-            if read_before or any(_recomputed(G.view_base(n)) for n in other.all_input_nodes):
+            if read_before or any(is_recomputed(G.view_base(n)) for n in other.all_input_nodes):
                 continue
             if order[other] < order[weight]:
                 weight.append(other)
@@ -55,29 +56,6 @@ def weights_first(backward: fx.Graph) -> int:
                 _order(backward, incoming, [weight], f"wait_{other.name}")
             waiting += 1
     return waiting
-
-
-def _gradients(nodes: list[fx.Node]) -> set[fx.Node]:
-    found = {n for n in nodes if n.op == "placeholder" and G.is_tangent(n)}
-    for node in nodes:
-        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _readers(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that read each value, or a view of it, in graph order; views and the output do not count."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        if node.op == "call_function" and not G.is_view(node):
-            for base in dict.fromkeys(map(G.view_base, node.all_input_nodes)):
-                found.setdefault(base, []).append(node)
-    return found
-
-
-def _recomputed(node: fx.Node) -> bool:
-    tag = G.tag(node)
-    return node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR
 
 
 def _bytes(node: fx.Node) -> int:
@@ -98,9 +76,12 @@ def start_recomputes(backward: fx.Graph) -> int:
     """
     nodes = list(backward.nodes)
     order = {node: i for i, node in enumerate(nodes)}
-    readers = _readers(nodes)
-    made = (n for n in _gradients(nodes) if n.op == "call_function" and not G.is_view(n) and G.tensor(n) is not None)
-    last_use = {n: order[readers[n][-1]] for n in made if n in readers}
+    readers = find_readers(nodes)
+    last_use = {
+        n: order[readers[n][-1]]
+        for n in find_gradients(nodes)
+        if n in readers and n.op == "call_function" and G.tensor(n) is not None
+    }
     alive: dict[fx.Node, None] = {}  # gradients, in graph order
     started: set[tuple[fx.Node, int]] = set()
     inserted = 0
@@ -127,7 +108,7 @@ def _arrived(alive: dict[fx.Node, None]) -> list[fx.Node]:
 def _entries(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """What a recomputed node reads of what its regions start from, with the region."""
     tag = G.tag(node)
-    if tag is None or not _recomputed(node):
+    if tag is None or not is_recomputed(node):
         return []
     return [(value, region) for value in node.all_input_nodes for region in tag.regions if region in _starts(value)]
 

@@ -15,6 +15,8 @@ from fxckpt.torch_private.aot import (
     install_partition_hook,
     min_cut_rematerialization_partition,
     prepare,
+    running_for_real,
+    saving_least,
     taken_as_random,
     with_inductor_options,
 )
@@ -69,6 +71,8 @@ __all__ = [
     "prepare",
     "recompile_limit",
     "run_natively",
+    "running_for_real",
+    "saving_least",
     "set_activation_memory_budget",
     "set_eval_frame",
     "taken_as_random",

@@ -7,6 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxckpt.torch_private.dynamo import frame_evaluation_paused
 
@@ -35,11 +37,13 @@ class JointCapture:
         inputs: the flat inputs (fake tensors), in the order of the graph's first placeholders.
         parameters: for each input, whether it is a module's parameter.
         mutated: for each input, whether the step changes its data.
+        fuses: whether Inductor compiles the graphs, and so fuses pointwise operators into what reads them.
     """
 
     inputs: Sequence[Any]
     parameters: tuple[bool, ...]
     mutated: tuple[bool, ...]
+    fuses: bool = False
 
 
 PartitionHook = Callable[
@@ -67,7 +71,7 @@ def _partition_stage(
     fx_g: fx.GraphModule, joint_inputs: Any, subclass_meta: Any, fw_metadata: Any, aot_config: Any, *rest: Any
 ) -> Any:
     partition: Partition = rest[0] if rest else aot_config.partition_fn
-    rewrite = _hook(fx_g, _describe_capture(joint_inputs, fw_metadata, aot_config)) if _hook else None
+    rewrite = _hook(fx_g, _describe_capture(joint_inputs, fw_metadata, aot_config, partition)) if _hook else None
     if rewrite is None:
         return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, *rest)
 
@@ -113,7 +117,23 @@ class _InductorPartitioner(CustomPartitionerFn):
         return None
 
 
-def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any) -> JointCapture:
+def saving_least(wanted: bool) -> AbstractContextManager[object]:
+    """While it is open, and `wanted`, the partitioner may recompute what the backward hands to a matrix product.
+
+    By default it saves such a value although it is a pointwise function of others that it saves, too (the activation
+    function's result beside its input): the backward would write it to memory, and so gain no time. It gains memory.
+    """
+    wants: AbstractContextManager[object] = functorch_config.patch(ban_recompute_materialized_backward=False)
+    return wants if wanted else contextlib.nullcontext()
+
+
+def running_for_real() -> AbstractContextManager[object]:
+    """While it is open, operators run, rather than being traced or run on fake tensors."""
+    opened: AbstractContextManager[object] = _disable_current_modes()
+    return opened
+
+
+def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any, partition: Partition) -> JointCapture:
     inputs = list(joint_inputs[0] if isinstance(joint_inputs, tuple) else joint_inputs)
     sources = aot_config.aot_autograd_arg_pos_to_source or []
     static = set(fw_metadata.static_input_indices or ())
@@ -125,7 +145,7 @@ def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any) -> J
             parameters.append(isinstance(item, nn.Parameter) or i in static)
     info = fw_metadata.input_info
     mutated = [i < len(info) and bool(info[i].mutates_data) for i in range(len(inputs))]
-    return JointCapture(inputs, tuple(parameters), tuple(mutated))
+    return JointCapture(inputs, tuple(parameters), tuple(mutated), is_inductor_partition(partition))
 
 
 def _source_name(source: Any) -> str:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxckpt import graph as G
@@ -21,6 +22,9 @@ INDUCTOR_OPTIONS = {"score_fusion_memory_threshold": 1 << 60}
 """Defaults that ``torch.compile(options=...)`` overrides. Horizontal fusions (of kernels that only share an input)
 reach across regions and keep several regions' values alive at once: without this a compiled backward holds 1.3 times
 what eager checkpointing holds. Fusions of a producer with its consumer stay."""
+KEEP_LAYOUT = {"layout_optimization": False}
+"""For graphs whose convolutions read inputs only, as patch embeddings do. Inductor would copy these inputs to channels
+last and save the copies for the backward in place of the inputs, which are in memory anyway."""
 
 
 def plain_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -72,8 +76,11 @@ class MarkingBackend:
             self._guard(state, root)
         captures, hits = state.captures, torch_private.cache_hits()
         frame = state.frame(root)
+        inner = self.inner
+        if _convolves_inputs_only(gm):
+            inner = torch_private.with_inductor_options(inner, KEEP_LAYOUT)
         with states.compiling(Compilation(state, root, frame)):
-            compiled = self.inner(gm, example_inputs)
+            compiled = inner(gm, example_inputs)
         if state.captures == captures and torch_private.cache_hits() > hits:
             state.pending.append(_recapture(self, gm, root, frame))
         if self.plain and state.captures == captures + 1:
@@ -98,6 +105,21 @@ class MarkingBackend:
             return alive is not None and alive.treatment_pattern(module) == wanted
 
         torch_private.guard_root_module(same_treatment, "fxckpt: layers recomputed alike")
+
+
+def _convolves_inputs_only(gm: fx.GraphModule) -> bool:
+    """Whether each convolution in a graph that Dynamo captured reads an input, perhaps cast or seen otherwise."""
+    convolutions = [n for n in gm.graph.nodes if n.target in _CONVOLUTIONS]
+    return bool(convolutions) and all(n.args and _from_input(n.args[0]) for n in convolutions)
+
+
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
+
+
+def _from_input(value: Any) -> bool:
+    while isinstance(value, fx.Node) and value.op == "call_method" and value.args:
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | None, frame: Frame) -> Callable[[], None]:

@@ -112,6 +112,7 @@ class State:
             treatments=decide_layers(layers, self.settings),
             parameters=capture.parameters,
             mutated=capture.mutated,
+            fuses=capture.fuses,
             around=_around(self.model, layers, root),
             frame=frame,
             dump=self._dump if self.settings.debug_dir is not None else None,

@@ -1,0 +1,34 @@
+"""What of a backward graph recomputes the forward, and what is gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxckpt import graph as G
+
+
+def find_gradients(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on a gradient of an output; `nodes` are a backward graph's, in order."""
+    found = {n for n in nodes if G.is_tangent(n)}
+    for node in nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def find_readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that read each value, or a view of it, in graph order; views and the output do not count."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "call_function" and not G.is_view(node):
+            for base in dict.fromkeys(map(G.view_base, node.all_input_nodes)):
+                found.setdefault(base, []).append(node)
+    return found
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether `node` of a backward graph computes a value of a recomputed region again."""
+    tag = G.tag(node)
+    return node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR

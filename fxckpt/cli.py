@@ -15,11 +15,31 @@ from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.run import run_bench
 from fxckpt.bench.spec import BenchSpec, parse_overrides
 from fxckpt.bench.table import WIDTH, render
+from fxckpt.bench.timeline import measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
 from fxckpt.errors import FxckptError, SettingsError
 
 DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
 VARIANTS_HELP = f"What to compare, comma-separated; ratios are relative to the first. There are: {known_variants()}."
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A transformers model type (llama, bert, t5, vit, whisper, ...), a folder with config.json, or "
+        "file.py:function, a function that returns (model, batch) and may take batch, seq, dtype and device."
+    ),
+]
+Batch = Annotated[int, typer.Option(help="Rows of the batch.")]
+Seq = Annotated[int, typer.Option(help="Tokens of a row.")]
+Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, of weights and inputs.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the configuration; repeatable.")
+]
+Layers = Annotated[
+    list[str] | None, typer.Option(help="Name pattern of fxckpt's boundary layers, for plain PyTorch; repeatable.")
+]
+Dropout = Annotated[str, typer.Option(help="on: as configured. off: all rates are 0.")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -31,29 +51,19 @@ def _fxckpt() -> None:
 
 @app.command()
 def bench(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A transformers model type (llama, bert, t5, vit, whisper, ...), a folder with config.json, or "
-            "file.py:function, a function that returns (model, batch) and may take batch, seq, dtype and device."
-        ),
-    ],
+    model: Model,
     variants: Annotated[str, typer.Option(help=VARIANTS_HELP)] = DEFAULT_VARIANTS,
-    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 2,
-    seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, of weights and inputs.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    batch: Batch = 2,
+    seq: Seq = 128,
+    dtype: Dtype = None,
+    device: Device = "cpu",
     steps: Annotated[int, typer.Option(help="Timed steps of a variant in each round.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds; in each, every variant has its turn.")] = 5,
     warmup: Annotated[int, typer.Option(help="Steps before the rounds, beside the first.")] = 2,
     threads: Annotated[int | None, typer.Option(help="Threads of PyTorch's kernels.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the configuration; repeatable.")
-    ] = None,
-    layers: Annotated[
-        list[str] | None, typer.Option(help="Name pattern of fxckpt's boundary layers, for plain PyTorch; repeatable.")
-    ] = None,
-    dropout: Annotated[str, typer.Option(help="on: as configured. off: all rates are 0.")] = "off",
+    overrides: Overrides = None,
+    layers: Layers = None,
+    dropout: Dropout = "off",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw memory against time (.png, .svg).")] = None,
 ) -> None:
@@ -61,14 +71,8 @@ def bench(
 
     Each variant runs in its own process, and they take turns step by step. Exits with 1 if a variant of fxckpt failed.
     """
-    if dropout not in ("on", "off"):
-        raise SettingsError(f"--dropout {dropout}: use on or off.")
-    if plot_file is not None:
-        check_plot(plot_file)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise SettingsError(f"--json {json_file}: there is no such folder.")
-    changed, names = parse_overrides(overrides or ()), tuple(layers or ())
-    spec = BenchSpec(model, batch, seq, dtype, device, changed, names, dropout == "on")
+    _check_files(json_file, plot_file)
+    spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout)
     with _Bar() as show:
         ways = variants.split(",")
         result = run_bench(spec, ways, steps=steps, rounds=rounds, warmup=warmup, threads=threads, on_progress=show)
@@ -80,6 +84,57 @@ def bench(
     (console if console.is_terminal else Console(width=WIDTH)).print(render(result))
     if any(v.ours for v in result.failed):
         raise typer.Exit(1)
+
+
+@app.command()
+def timeline(
+    model: Model,
+    variants: Annotated[str, typer.Option(help="Compiled ways to run the step, comma-separated.")] = "fxckpt@1",
+    batch: Batch = 2,
+    seq: Seq = 128,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    overrides: Overrides = None,
+    layers: Layers = None,
+    dropout: Dropout = "off",
+    rows: Annotated[int, typer.Option(help="Values shown for each graph.")] = 16,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the bytes over the steps.")] = None,
+) -> None:
+    """Show what is in memory at the peak of a compiled training step: which values, of which layers, made where."""
+    _check_files(json_file, plot_file)
+    spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout)
+    found = [measure_timeline(spec, variant) for variant in variants.split(",")]
+    if json_file is not None:
+        json_file.write_text(json.dumps([t.to_dict() for t in found], indent=2) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        plot_timeline(found, plot_file)
+    console = Console()
+    for each in found:
+        (console if console.is_terminal else Console(width=WIDTH)).print(render_timeline(each, rows))
+
+
+def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    if plot_file is not None:
+        check_plot(plot_file)
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise SettingsError(f"--json {json_file}: there is no such folder.")
+
+
+def _spec(
+    model: str,
+    batch: int,
+    seq: int,
+    dtype: str | None,
+    device: str,
+    overrides: list[str] | None,
+    layers: list[str] | None,
+    dropout: str,
+) -> BenchSpec:
+    if dropout not in ("on", "off"):
+        raise SettingsError(f"--dropout {dropout}: use on or off.")
+    changed, names = parse_overrides(overrides or ()), tuple(layers or ())
+    return BenchSpec(model, batch, seq, dtype, device, changed, names, dropout == "on")
 
 
 class _Bar(Progress):

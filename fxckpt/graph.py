@@ -94,14 +94,15 @@ def copy_provenance(source: fx.Node, target: fx.Node) -> None:
             target.meta[key] = source.meta[key]
 
 
-def module_stack(node: fx.Node) -> list[tuple[int, int, str, type]]:
+def module_stack(node: fx.Node, key: str = "nn_module_stack") -> list[tuple[int, int, str, type]]:
     """The module calls `node` was traced in, outermost first: (id of the module, call number, path, class).
 
-    Dynamo keys the stack by the module's ``id()`` and appends ``@k`` to the k-th further call of one module.
+    Dynamo keys the stack by the module's ``id()`` and appends ``@k`` to the k-th further call of one module. A gradient
+    has that of its forward node under the `key` ``"fwd_nn_module_stack"``.
     """
     calls = []
-    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
-        ident, _, call = str(key).partition("@")
+    for name, (path, cls) in (node.meta.get(key) or {}).items():
+        ident, _, call = str(name).partition("@")
         if ident.isdigit():
             calls.append((int(ident), int(call) if call.isdigit() else 0, path, cls))
     return calls

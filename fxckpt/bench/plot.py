@@ -30,15 +30,20 @@ def check_plot(path: Path) -> None:
         raise SettingsError(f"--plot {path}: the name must end in one of {', '.join(FORMATS)}.")
     if not path.resolve().parent.is_dir():
         raise SettingsError(f"--plot {path}: there is no such folder.")
-    _figure()
+    new_figure()
 
 
-def _figure() -> Any:
+def new_figure(width: float = 9, height: float = 6) -> Any:
+    """An empty figure, in inches.
+
+    Raises:
+        SettingsError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SettingsError(f"--plot needs matplotlib ({error}): pip install 'fxckpt[plot]'.") from error
-    return Figure(figsize=(9, 6), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot(result: BenchResult, path: Path) -> None:
@@ -48,7 +53,7 @@ def plot(result: BenchResult, path: Path) -> None:
         SettingsError: matplotlib is missing, or there is no such format or folder.
     """
     check_plot(path)
-    figure = _figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     shown = [v for v in result.variants if v.error is None and v.peak_bytes is not None and v.round_seconds]
     frontier = result.frontier

@@ -40,6 +40,7 @@ from fxckpt.torch_private.dynamo import (
     run_natively,
     user_backend,
 )
+from fxckpt.torch_private.inductor import Schedule, ScheduledValue, recorded_schedules
 from fxckpt.torch_private.measure import captured_graphs, memory_after, set_activation_memory_budget
 
 __all__ = [
@@ -47,6 +48,8 @@ __all__ = [
     "JointCapture",
     "Partition",
     "RecompileLimit",
+    "Schedule",
+    "ScheduledValue",
     "UserBackend",
     "active_modules",
     "aot_backend",
@@ -70,6 +73,7 @@ __all__ = [
     "own_error",
     "prepare",
     "recompile_limit",
+    "recorded_schedules",
     "run_natively",
     "running_for_real",
     "saving_least",

@@ -1,0 +1,249 @@
+"""Where the bytes go: what is in memory at each step of a compiled training step, by region and by kind.
+
+Inductor's own account is read, kernel by kernel, and its nodes are mapped back to the modules that made them. What an
+operator allocates inside itself is not in it; the peak that was measured stands beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import fx
+
+from fxckpt import graph as G
+from fxckpt.bench.load import load
+from fxckpt.bench.plot import check_plot, new_figure
+from fxckpt.bench.spec import BenchSpec
+from fxckpt.bench.step import TrainingStep
+from fxckpt.bench.variants import KINDS, parse_variant
+from fxckpt.errors import SettingsError
+from fxckpt.show.tables import bytes_text
+from fxckpt.torch_private import Schedule, ScheduledValue, recorded_schedules
+
+SAVED, RECOMPUTED, OF_PARAMETERS, OTHER = "saved for backward", "recomputed", "parameters' gradients", "other"
+COLOURS = {SAVED: "#2c5f8a", RECOMPUTED: "#c0392b", OF_PARAMETERS: "#7f8c8d", OTHER: "#e0b46c"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value in memory.
+
+    Attributes:
+        name: its node's name, or Inductor's for it.
+        kind: ``"saved for backward"``, ``"recomputed"``, ``"parameters' gradients"`` or ``"other"``.
+        nbytes: bytes of its storage.
+        module: the module that made it, by its path; empty where unknown.
+        source: the source line that made it; empty where unknown.
+        first: the step that makes it.
+        last: the step after which it is free.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    module: str
+    source: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class GraphTimeline:
+    """The memory of one compiled graph over its steps.
+
+    Attributes:
+        is_backward: whether it is a backward graph.
+        modules: for each step, the module whose work it is; empty where unknown.
+        values: all values but parameters and the batch.
+    """
+
+    is_backward: bool
+    modules: tuple[str, ...]
+    values: tuple[Value, ...]
+
+    def bytes_by_kind(self) -> dict[str, list[int]]:
+        """Bytes in memory at each step, by kind."""
+        found = {kind: [0] * len(self.modules) for kind in COLOURS}
+        for value in self.values:
+            for step in range(value.first, value.last + 1):
+                found[value.kind][step] += value.nbytes
+        return found
+
+    @property
+    def totals(self) -> list[int]:
+        """Bytes in memory at each step."""
+        return [sum(parts) for parts in zip(*self.bytes_by_kind().values(), strict=True)]
+
+    @property
+    def peak(self) -> int:
+        """The step with the most bytes."""
+        totals = self.totals
+        return max(range(len(totals)), key=totals.__getitem__, default=0)
+
+    def alive(self, step: int) -> list[Value]:
+        """What is in memory at a step, the largest first."""
+        return sorted((v for v in self.values if v.first <= step <= v.last), key=lambda v: (-v.nbytes, v.first))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The compiled graphs of one training step, in the order of their compilation, and what was measured.
+
+    Attributes:
+        variant: the way that the step was run.
+        graphs: their timelines.
+        measured_bytes: peak of a step as it was measured, gradients included.
+    """
+
+    variant: str
+    graphs: tuple[GraphTimeline, ...]
+    measured_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Bytes at each step by kind, and what is in memory at each graph's peak, for JSON."""
+        return {
+            "variant": self.variant,
+            "measured_bytes": self.measured_bytes,
+            "graphs": [
+                {
+                    "is_backward": g.is_backward,
+                    "modules": list(g.modules),
+                    "bytes": g.bytes_by_kind(),
+                    "peak": g.peak,
+                    "alive": [vars(v) for v in g.alive(g.peak)],
+                }
+                for g in self.graphs
+            ],
+        }
+
+
+def measure_timeline(spec: BenchSpec, variant: str) -> Timeline:
+    """Compile a training step and read its memory.
+
+    Args:
+        spec: the model and its batch.
+        variant: a compiled variant, such as ``"fxckpt@1"`` or ``"hf-compile@1"``.
+
+    Raises:
+        SettingsError: there is no such model or variant, or the variant is not compiled with Inductor.
+    """
+    chosen = parse_variant(variant)
+    if not chosen.compiled or chosen.kind == "fxckpt-plain":
+        raise SettingsError(f"--variant {variant}: only what torch.compile compiles has a timeline, such as fxckpt@1.")
+    torch.compiler.reset()
+    model, batch = load(spec)
+    step = TrainingStep(model, KINDS[chosen.kind].make(model, chosen, spec), batch, spec.seed)
+    with recorded_schedules() as schedules:
+        step.timed()
+    step.timed()
+    _, peak = step.memory()
+    return Timeline(str(chosen), tuple(_graph(s) for s in schedules), peak)
+
+
+def _graph(schedule: Schedule) -> GraphTimeline:
+    modules = tuple(next((m for n in reversed(nodes) if (m := _module(n))), "") for nodes in schedule.steps)
+    made = (v for v in schedule.values if v.is_output or v.last > v.first)  # others live in a kernel's registers
+    values = tuple(_value(v, schedule.is_backward) for v in made if v.nbytes)
+    return GraphTimeline(schedule.is_backward, modules, values)
+
+
+def _value(value: ScheduledValue, is_backward: bool) -> Value:
+    node = value.nodes[-1] if value.nodes else None
+    again = node is not None and G.must_recompute(node) and is_backward
+    if (value.is_input and node is not None and not G.is_tangent(node)) or (value.is_output and not is_backward):
+        kind = SAVED
+    elif value.is_output:
+        kind = OF_PARAMETERS
+    elif again:
+        kind = RECOMPUTED
+    else:
+        kind = OTHER
+    name, module, source = value.name, "", ""
+    if node is not None:
+        name, module, source = node.name, _module(node), G.source_line(node)
+    return Value(name, kind, value.nbytes, module, source, value.first, value.last)
+
+
+def _module(node: fx.Node) -> str:
+    calls = G.module_stack(node) or G.module_stack(node, "fwd_nn_module_stack")
+    return re.sub(r"^L\['self'\]\.?", "", calls[-1][2]) if calls else ""
+
+
+# ---- shown ----------------------------------------------------------------------------------------------------------
+
+
+def render_timeline(timeline: Timeline, rows: int = 16) -> RenderableType:
+    """For each graph: its peak, the bytes of each kind, and the `rows` largest values in memory then."""
+    parts: list[RenderableType] = []
+    for graph in timeline.graphs:
+        if not graph.modules:
+            continue
+        step = graph.peak
+        kinds = {kind: at[step] for kind, at in graph.bytes_by_kind().items() if at[step]}
+        what = "backward" if graph.is_backward else "forward"
+        where = f" in {graph.modules[step]}" if graph.modules[step] else ""
+        table = Table(
+            title=f"{timeline.variant}, {what}: {bytes_text(sum(kinds.values()))} at step {step + 1} of "
+            f"{len(graph.modules)}{where}\n" + ", ".join(f"{kind} {bytes_text(n)}" for kind, n in kinds.items()),
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+        )
+        table.add_column("bytes", justify="right", no_wrap=True)
+        for column in ("kind", "value", "module", "steps", "source"):
+            table.add_column(column, no_wrap=column in ("kind", "steps"), overflow="fold")
+        alive = graph.alive(step)
+        for value in alive[:rows]:
+            steps = f"{value.first + 1}–{value.last + 1}"
+            cells = (bytes_text(value.nbytes), value.kind, value.name, value.module, steps, value.source)
+            table.add_row(*map(Text, cells))
+        if len(alive) > rows:
+            rest = sum(v.nbytes for v in alive[rows:])
+            table.add_row(bytes_text(rest), Text(f"{len(alive) - rows} more"))
+        parts.append(table)
+    parts.append(Text(f"measured peak of the step: {bytes_text(timeline.measured_bytes)}", style="dim"))
+    return Group(*parts)
+
+
+def plot_timeline(timelines: Sequence[Timeline], path: Path) -> None:
+    """Draw the bytes of each kind over the steps, a row of pictures for each timeline; all to one scale.
+
+    Raises:
+        SettingsError: matplotlib is missing, or there is no such format or folder.
+    """
+    check_plot(path)
+    columns = max(len(_drawn(t)) for t in timelines)
+    figure = new_figure(5 * columns, 3 * len(timelines))
+    axes = figure.subplots(len(timelines), columns, squeeze=False, sharey=True)
+    for row, timeline in zip(axes, timelines, strict=True):
+        for place in row:
+            place.set_axis_off()
+        for place, graph in zip(row, _drawn(timeline), strict=False):
+            place.set_axis_on()
+            _draw(place, graph.bytes_by_kind())
+            what = "backward" if graph.is_backward else "forward"
+            place.set_title(f"{timeline.variant}, {what}: {bytes_text(max(graph.totals))}", fontsize=9, loc="left")
+    axes[0][0].legend(fontsize=8, loc="upper left", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _drawn(timeline: Timeline) -> list[GraphTimeline]:
+    return [g for g in timeline.graphs if g.modules]
+
+
+def _draw(axes: Any, kinds: Mapping[str, Sequence[int]]) -> None:
+    steps = range(1, 1 + max(map(len, kinds.values())))
+    stacks = [[n / 2**20 for n in kinds[kind]] for kind in COLOURS]
+    axes.stackplot(steps, *stacks, labels=list(COLOURS), colors=list(COLOURS.values()), step="post", linewidth=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("MiB")
+    axes.margins(x=0)

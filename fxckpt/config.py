@@ -50,7 +50,7 @@ class Settings:
     verify: bool = False
     """Check the graph invariants after every pass, in every captured graph."""
     debug_dir: Path | None = field(default=None, compare=False)
-    """Folder for numbered graphs before and after each pass."""
+    """Folder for numbered graphs before and after each pass, and the time of each."""
     enabled: bool = True
     """False after ``gradient_checkpointing_disable()``: calls run as the original model's."""
 

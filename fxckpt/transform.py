@@ -61,7 +61,7 @@ def transform(
         policy: in place of `every_n`, a callable ``(layer) -> Treatment | bool``, or a list of layer names to
             recompute.
         verify: check the graph invariants after every pass (costs compile time).
-        debug_dir: folder for numbered graphs before and after each pass.
+        debug_dir: folder for numbered graphs before and after each pass, and ``seconds.txt``, the time of each.
 
     Returns:
         A model of the same class (``isinstance`` and ``type(...).__name__`` hold) over the same parameters.

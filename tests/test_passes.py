@@ -298,7 +298,9 @@ def test_debug_dir_has_numbered_graphs_of_every_pass(tmp_path: Path) -> None:
     joint = ["captured", *NAMES[: NAMES.index("partition")]]
     halves = [(name, half) for name in NAMES[NAMES.index("partition") :] for half in ("forward", "backward")]
     wanted = [f"{name}_joint" for name in joint] + [f"{name}_{half}" for name, half in halves]
-    assert files == [f"{i:02d}_{name}.txt" for i, name in enumerate(wanted)]
+    assert files == [*(f"{i:02d}_{name}.txt" for i, name in enumerate(wanted)), "seconds.txt"]
+    times = [line.split() for line in (folder / "seconds.txt").read_text().splitlines()]
+    assert tuple(name for _, name in times) == NAMES and all(float(seconds) >= 0 for seconds, _ in times)
     texts = {p.name[3:]: p.read_text() for p in folder.iterdir()}
     assert "fxckpt.offload" not in texts["release_forward.txt"] and "fxckpt.offload" in texts["transfers_forward.txt"]
     assert "fxckpt.reload" not in texts["release_backward.txt"] and "fxckpt.reload" in texts["transfers_backward.txt"]

@@ -72,8 +72,9 @@ def check_nothing_plain(state: State, outputs: Iterable[torch.Tensor], start: in
         raise CaptureError(
             "fxckpt: Dynamo ran a part of layers that were to be recomputed outside its graphs "
             f"({_some(sorted(plain))}); what it keeps would stay. torch.compiler.disable, a backward hook on a module "
-            "in the layer, or code that Dynamo cannot trace do this (TORCH_LOGS=graph_breaks tells which). Remove "
-            "it, or leave these layers out."
+            "in the layer, or code that Dynamo cannot trace do this (TORCH_LOGS=graph_breaks tells which). Remove it, "
+            "or leave these layers out. Under torch.compile, numbers and shapes read from tensors do it too: set "
+            "capture_scalar_outputs and capture_dynamic_output_shape_ops in torch._dynamo.config."
         )
 
 

@@ -132,6 +132,8 @@ class State:
     def add(self, record: GraphRecord) -> None:
         """Keep the record of a captured graph."""
         with self.lock:
+            if self.settings.debug_dir is not None:
+                self._write("seconds.txt", "".join(f"{s:.6f} {name}\n" for name, s in record.seconds.items()))
             self.records.append(record)
 
     def reset(self, settings: Settings) -> None:
@@ -154,12 +156,15 @@ class State:
             again()
 
     def _dump(self, after: str, which: str, gm: fx.GraphModule | None) -> None:
-        assert self.settings.debug_dir is not None and gm is not None
+        assert gm is not None
+        self._write(f"{{number:02d}}_{after}_{which}.txt", gm.print_readable(print_output=False, include_stride=True))
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file of the graph now being captured; ``{number}`` in its name counts the files."""
+        assert self.settings.debug_dir is not None
         folder = Path(self.settings.debug_dir) / f"graph_{len(self.records):02d}"
         folder.mkdir(parents=True, exist_ok=True)
-        number = len(list(folder.iterdir()))
-        text = gm.print_readable(print_output=False, include_stride=True)
-        (folder / f"{number:02d}_{after}_{which}.txt").write_text(text)
+        (folder / name.format(number=len(list(folder.iterdir())))).write_text(text)
 
 
 _numbers: itertools.count[int] = itertools.count()

@@ -158,7 +158,7 @@ def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mask_too_large_to_look_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_MOST_ELEMENTS", 63)
+    monkeypatch.setattr(masks, "_MOST_BYTES", 63)
     found, _ = run(causal)
     assert set(found) == {(True, False)}
 
@@ -186,3 +186,23 @@ def test_a_transformers_decoder_needs_no_mask(name: str) -> None:
     assert_same(got, train_step(torch.compile(model, backend="aot_eager"), model, batch))
     found = [a for r in fxckpt.graphs(t) if r.regions for a in attention(r.backward.graph)]
     assert found and set(found) == {(False, True)}
+
+
+def test_numbers_and_nodes_are_told_apart() -> None:
+    """``q - 1 >= k`` and ``1 - q >= k`` hide different things, whatever number a node has."""
+    graph = fx.Graph()
+    known = masks._Known()
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        G.set_value(node, torch.empty(4))
+        known.see(node)
+        return node
+
+    ranges = [add(torch.ops.aten.arange.default, end) for end in (4, 5, 6)]
+    first = add(torch.ops.aten.sub.Tensor, ranges[1], 2)
+    second = add(torch.ops.aten.rsub.Scalar, ranges[2], 1)
+    third = add(torch.ops.aten.sub.Tensor, ranges[1], 2)
+    swapped = add(torch.ops.aten.sub.Tensor, 1, ranges[2])
+    assert known.number[first] == known.number[third]
+    assert len({known.number[n] for n in (first, second, swapped)}) == 3

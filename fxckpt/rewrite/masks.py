@@ -19,8 +19,8 @@ from fxckpt import graph as G
 from fxckpt.decide.cost import is_cheap
 from fxckpt.torch_private import running_for_real
 
-_MOST_ELEMENTS = 1 << 26
-"""Larger masks are not looked at: their values are computed on the host, some bytes for each element."""
+_MOST_BYTES = 1 << 30
+"""Larger masks, and those that are made of larger values, are not looked at: the values are computed on the host."""
 
 
 class _Mask(enum.Enum):
@@ -37,24 +37,47 @@ def drop_known_masks(graph: fx.Graph) -> int:
     Returns:
         How many attention operators, forward and backward, lost their mask.
     """
-    known: dict[int, _Mask] = {}
-    number = _Numbers()
+    known = _Known()
+    found: dict[int, _Mask] = {}
     dropped: list[fx.Node] = []
     for node in graph.nodes:
+        known.see(node)
         name = _mask_argument(node)
         mask = G.argument(node, name) if name else None
-        if not isinstance(mask, fx.Node) or G.argument(node, "is_causal"):
+        if mask not in known.number or G.argument(node, "is_causal"):
             continue
-        key = number(mask)
-        if key not in known:
-            known[key] = _look_at(mask)
-        if known[key] is _Mask.OTHER or (known[key] is _Mask.CAUSAL and not _is_square(node)):
+        number = known.number[mask]
+        if number not in found:
+            found[number] = _look_at(mask)
+        if found[number] is _Mask.OTHER or (found[number] is _Mask.CAUSAL and not _is_square(node)):
             continue
         _set_argument(node, name, None)
-        _set_argument(node, "is_causal", known[key] is _Mask.CAUSAL)
+        _set_argument(node, "is_causal", found[number] is _Mask.CAUSAL)
         dropped.append(mask)
     _erase_unread(dropped)
     return len(dropped)
+
+
+class _Known:
+    """The nodes that are made of sizes alone, with a number for each, the same for those that compute the same.
+
+    Layers often make a mask each, all of them alike.
+    """
+
+    def __init__(self) -> None:
+        self.number: dict[fx.Node, int] = {}
+        self.keys: dict[Hashable, int] = {}
+
+    def see(self, node: fx.Node) -> None:
+        """Take in a node whose inputs were seen before."""
+        if node.op != "call_function" or any(n not in self.number for n in node.all_input_nodes):
+            return
+        if _is_looked_at(node) and is_cheap(node):
+            made_of = pytree.tree_map_only(fx.Node, self._name, (node.args, dict(node.kwargs)))
+            self.number[node] = self.keys.setdefault((node.target, repr(made_of)), len(self.keys))
+
+    def _name(self, node: fx.Node) -> str:
+        return f"%{self.number[node]}"
 
 
 def _mask_argument(node: fx.Node) -> str:
@@ -81,50 +104,33 @@ def _is_square(node: fx.Node) -> bool:
     return len(lengths) == 2 and isinstance(lengths[0], int) and lengths[0] == lengths[1]
 
 
-class _Numbers:
-    """A number for each node, the same for nodes that compute the same of the same: layers often make a mask each."""
-
-    def __init__(self) -> None:
-        self.of_node: dict[fx.Node, int] = {}
-        self.of_key: dict[Hashable, int] = {}
-
-    def __call__(self, node: fx.Node) -> int:
-        if node not in self.of_node:
-            self.of_node[node] = self.of_key.setdefault(self._key(node), len(self.of_key))
-        return self.of_node[node]
-
-    def _key(self, node: fx.Node) -> Hashable:
-        if node.op != "call_function" or not is_cheap(node):
-            return node
-        return node.target, repr(pytree.tree_map_only(fx.Node, self, (node.args, dict(node.kwargs))))
-
-
 def _look_at(mask: fx.Node) -> _Mask:
-    """What `mask` hides, by its values."""
+    """What `mask`, which is made of sizes alone, hides, by its values."""
     closure = sorted(G.walk_inputs([mask], lambda n: True))
-    if any(n.op != "call_function" or not is_cheap(n) or not _is_known(n) for n in closure):
-        return _Mask.OTHER
     last = {read: node for node in closure for read in node.all_input_nodes}
     values: dict[fx.Node, torch.Tensor] = {}
     with running_for_real():
         for node in closure:
-            values[node] = _run(node, values)
+            try:
+                values[node] = _run(node, values)
+            except (RuntimeError, NotImplementedError):  # no kernel for the host
+                return _Mask.OTHER
             for read in node.all_input_nodes:
                 if last[read] is node:
                     values.pop(read, None)
         return _classify(values[mask])
 
 
-def _is_known(node: fx.Node) -> bool:
+def _is_looked_at(node: fx.Node) -> bool:
     """Whether `node` is a tensor of known size, not too large to be looked at."""
     val = G.tensor(node)
-    return val is not None and all(isinstance(s, int) for s in val.shape) and val.numel() <= _MOST_ELEMENTS
+    return val is not None and all(isinstance(s, int) for s in val.shape) and G.nbytes(node) <= _MOST_BYTES
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> torch.Tensor:
     """The result of `node` on the host."""
-    args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, dict(node.kwargs)))
-    kwargs = {name: torch.device("cpu") if isinstance(v, torch.device) else v for name, v in kwargs.items()}
+    on_host = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (node.args, dict(node.kwargs)))
+    args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, on_host)
     result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return result
 

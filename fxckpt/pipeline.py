@@ -153,6 +153,11 @@ class _Run:
     def num_forward_outputs(self) -> int:
         return int(self.kwargs["num_fwd_outputs"])
 
+    @property
+    def spares(self) -> bool:
+        """Whether pointwise values may be computed once more: something is recomputed, and a compiler fuses them."""
+        return self.request.fuses and self.plan.recomputes
+
     def differentiated(self) -> set[fx.Node]:
         """Inputs that get a gradient: parameters, and activations of an earlier graph."""
         inputs = [n for n in G.placeholders(self.joint.graph) if not G.is_tangent(n)]
@@ -173,7 +178,8 @@ def _take_over(run: _Run) -> None:
 
 
 def _masks(run: _Run) -> None:
-    drop_known_masks(run.joint.graph)
+    if run.regions:  # a graph without layers stays what it is
+        drop_known_masks(run.joint.graph)
 
 
 def _plan(run: _Run) -> None:
@@ -205,7 +211,7 @@ def _tags(run: _Run) -> None:
 
 
 def _partition(run: _Run) -> None:
-    with taken_as_random(random_operators(run.joint.graph)), saving_least(run.request.fuses):
+    with taken_as_random(random_operators(run.joint.graph)), saving_least(run.spares):
         run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
 
 
@@ -216,7 +222,7 @@ def _transfers(run: _Run) -> None:
 
 def _rematerialize(run: _Run) -> None:
     assert run.backward is not None
-    if run.request.fuses:
+    if run.spares:
         for_each_region(run.backward.graph)
         for_gradients(run.backward.graph)
 

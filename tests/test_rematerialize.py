@@ -197,3 +197,13 @@ def test_a_kept_layer_saves_only_what_nothing_saved_gives(monkeypatch: pytest.Mo
     (record,) = fxckpt.graphs(t)
     wide = [n for n in record.saved if n.op != "placeholder" and G.nbytes(n) == 2 * 16 * 256 * 4]
     assert len(wide) == 4, wide  # two for each of the two kept layers
+
+
+def test_where_nothing_is_recomputed_nothing_changes() -> None:
+    model, batch = model_of(Gated)
+    t = fxckpt.transform(model, layers=Gated, policy=lambda layer: False)
+    torch.compile(t)(**batch).backward()
+    (record,) = fxckpt.graphs(t)
+    assert not copies(record.backward.graph)
+    wide = [n for n in record.saved if n.op != "placeholder" and G.nbytes(n) == 2 * 16 * 256 * 4]
+    assert len(wide) == 9  # gate, up and their product, as torch.compile(model) saves them

@@ -15,7 +15,7 @@ from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.run import run_bench
 from fxckpt.bench.spec import BenchSpec, parse_overrides
 from fxckpt.bench.table import WIDTH, render
-from fxckpt.bench.timeline import measure_timeline, plot_timeline, render_timeline
+from fxckpt.bench.timeline import compiled_variant, measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
 from fxckpt.errors import FxckptError, SettingsError
 
@@ -97,14 +97,17 @@ def timeline(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "off",
-    rows: Annotated[int, typer.Option(help="Values shown for each graph.")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Values shown for each graph.")] = 16,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the bytes over the steps.")] = None,
 ) -> None:
     """Show what is in memory at the peak of a compiled training step: which values, of which layers, made where."""
     _check_files(json_file, plot_file)
     spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout)
-    found = [measure_timeline(spec, variant) for variant in variants.split(",")]
+    ways = variants.split(",")
+    for way in ways:  # a mistake is told before anything is compiled
+        compiled_variant(way)
+    found = [measure_timeline(spec, way) for way in ways]
     if json_file is not None:
         json_file.write_text(json.dumps([t.to_dict() for t in found], indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 import fxckpt
 from fxckpt.torch_private import aot
 from fxckpt.use import call
-from fxckpt.use.backend import plain_backend
+from fxckpt.use.backend import _convolves_inputs_only, plain_backend
 from tests.helpers import Step, assert_close, assert_same, seed_all, train_step
 from tests.situations.models import Residual, Stack, qwen3, stack, tokens
 from tests.zoo import build, get_loss
@@ -637,3 +637,17 @@ def test_other_models_are_left_alone() -> None:
     seed_all()
     assert_same(train_step(run, model, batch), want)
     assert len(fxckpt.graphs(t)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reads", "wanted"), [("input", True), ("cast input", True), ("activation", False), ("", False)]
+)
+def test_the_layout_is_kept_where_convolutions_read_inputs_only(reads: str, wanted: bool) -> None:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    read = {
+        "cast input": lambda: graph.call_method("to", (x, torch.float32)),
+        "activation": lambda: graph.call_function(torch.relu, (x,)),
+    }.get(reads, lambda: x)()
+    graph.output(graph.call_function(torch.conv2d if reads else torch.matmul, (read, weight)))
+    assert _convolves_inputs_only(fx.GraphModule({}, graph)) is wanted

@@ -24,7 +24,7 @@ from fxckpt.bench.load import load
 from fxckpt.bench.plot import check_plot, new_figure
 from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import TrainingStep
-from fxckpt.bench.variants import KINDS, parse_variant
+from fxckpt.bench.variants import KINDS, Variant, parse_variant
 from fxckpt.errors import SettingsError
 from fxckpt.show.tables import bytes_text
 from fxckpt.torch_private import Schedule, ScheduledValue, recorded_schedules
@@ -100,7 +100,7 @@ class Timeline:
 
     Attributes:
         variant: the way that the step was run.
-        graphs: their timelines.
+        graphs: the timelines of those that run a kernel.
         measured_bytes: peak of a step as it was measured, gradients included.
     """
 
@@ -136,9 +136,7 @@ def measure_timeline(spec: BenchSpec, variant: str) -> Timeline:
     Raises:
         SettingsError: there is no such model or variant, or the variant is not compiled with Inductor.
     """
-    chosen = parse_variant(variant)
-    if not chosen.compiled or chosen.kind == "fxckpt-plain":
-        raise SettingsError(f"--variant {variant}: only what torch.compile compiles has a timeline, such as fxckpt@1.")
+    chosen = compiled_variant(variant)
     torch.compiler.reset()
     model, batch = load(spec)
     step = TrainingStep(model, KINDS[chosen.kind].make(model, chosen, spec), batch, spec.seed)
@@ -146,7 +144,19 @@ def measure_timeline(spec: BenchSpec, variant: str) -> Timeline:
         step.timed()
     step.timed()
     _, peak = step.memory()
-    return Timeline(str(chosen), tuple(_graph(s) for s in schedules), peak)
+    return Timeline(str(chosen), tuple(_graph(s) for s in schedules if s.steps), peak)
+
+
+def compiled_variant(text: str) -> Variant:
+    """One variant from its text.
+
+    Raises:
+        SettingsError: there is no such variant, or it is not compiled with Inductor.
+    """
+    chosen = parse_variant(text)
+    if not chosen.compiled or chosen.kind == "fxckpt-plain":
+        raise SettingsError(f"--variants {text}: only what torch.compile compiles has a timeline, such as fxckpt@1.")
+    return chosen
 
 
 def _graph(schedule: Schedule) -> GraphTimeline:
@@ -158,12 +168,11 @@ def _graph(schedule: Schedule) -> GraphTimeline:
 
 def _value(value: ScheduledValue, is_backward: bool) -> Value:
     node = value.nodes[-1] if value.nodes else None
-    again = node is not None and G.must_recompute(node) and is_backward
     if (value.is_input and node is not None and not G.is_tangent(node)) or (value.is_output and not is_backward):
         kind = SAVED
     elif value.is_output:
         kind = OF_PARAMETERS
-    elif again:
+    elif is_backward and node is not None and G.must_recompute(node):
         kind = RECOMPUTED
     else:
         kind = OTHER
@@ -185,8 +194,6 @@ def render_timeline(timeline: Timeline, rows: int = 16) -> RenderableType:
     """For each graph: its peak, the bytes of each kind, and the `rows` largest values in memory then."""
     parts: list[RenderableType] = []
     for graph in timeline.graphs:
-        if not graph.modules:
-            continue
         step = graph.peak
         kinds = {kind: at[step] for kind, at in graph.bytes_by_kind().items() if at[step]}
         what = "backward" if graph.is_backward else "forward"
@@ -221,23 +228,19 @@ def plot_timeline(timelines: Sequence[Timeline], path: Path) -> None:
         SettingsError: matplotlib is missing, or there is no such format or folder.
     """
     check_plot(path)
-    columns = max(len(_drawn(t)) for t in timelines)
+    columns = max(len(t.graphs) for t in timelines)
     figure = new_figure(5 * columns, 3 * len(timelines))
     axes = figure.subplots(len(timelines), columns, squeeze=False, sharey=True)
     for row, timeline in zip(axes, timelines, strict=True):
         for place in row:
             place.set_axis_off()
-        for place, graph in zip(row, _drawn(timeline), strict=False):
+        for place, graph in zip(row, timeline.graphs, strict=False):
             place.set_axis_on()
             _draw(place, graph.bytes_by_kind())
             what = "backward" if graph.is_backward else "forward"
             place.set_title(f"{timeline.variant}, {what}: {bytes_text(max(graph.totals))}", fontsize=9, loc="left")
     axes[0][0].legend(fontsize=8, loc="upper left", frameon=False)
     figure.savefig(path, dpi=150)
-
-
-def _drawn(timeline: Timeline) -> list[GraphTimeline]:
-    return [g for g in timeline.graphs if g.modules]
 
 
 def _draw(axes: Any, kinds: Mapping[str, Sequence[int]]) -> None:

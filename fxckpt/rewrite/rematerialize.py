@@ -127,15 +127,18 @@ def _kind(node: fx.Node) -> G.Kind | None:
 
 def _from_small(value: fx.Node) -> list[fx.Node] | None:
     """The nodes that make `value` of values that are small beside it, in graph order, or None."""
-    if value.op != "call_function" or G.tensor(value) is None:
-        return None
-
-    def large(node: fx.Node) -> bool:
-        return node is value or (G.tensor(node) is not None and G.nbytes(node) * _SMALL > G.nbytes(value))
-
-    found = G.walk_inputs([value], large)
-    made = all(n.op == "call_function" and is_cheap(n) for n in found)
-    return sorted(found) if made and len(found) <= _LONGEST_CHAIN else None
+    found: set[fx.Node] = set()
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        small = G.tensor(node) is None or G.nbytes(node) * _SMALL <= G.nbytes(value)
+        if node in found or (small and node is not value):
+            continue
+        if node.op != "call_function" or small or not is_cheap(node) or len(found) == _LONGEST_CHAIN:
+            return None
+        found.add(node)
+        todo += node.all_input_nodes
+    return sorted(found)
 
 
 def _groups(readers: Iterable[fx.Node], gradients: set[fx.Node]) -> list[list[fx.Node]]:

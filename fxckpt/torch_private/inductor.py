@@ -89,8 +89,7 @@ def _read(scheduler: Any) -> Schedule:
         buffer: Any = span.buffer
         name = buffer.get_name()
         is_input = name in inputs
-        made_it = [by_name[name]] if name in by_name else []
-        nodes = tuple(made_it) if is_input else _origins(buffer.node)
+        nodes = tuple(by_name[n] for n in [name] if n in by_name) if is_input else _origins(buffer.node)
         last = len(steps) - 1 if span.end_step < 0 else span.end_step
         values.append(ScheduledValue(name, span.size_free, span.start_step, last, nodes, is_input, name in outputs))
     return Schedule(bool(graph.is_backward), tuple(_nodes_of(step) for step in steps), tuple(values))

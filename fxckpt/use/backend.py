@@ -20,8 +20,7 @@ from fxckpt.use.state import Compilation, Inspected, State
 
 INDUCTOR_OPTIONS = {"score_fusion_memory_threshold": 1 << 60}
 """Defaults that ``torch.compile(options=...)`` overrides. Horizontal fusions (of kernels that only share an input)
-reach across regions and keep several regions' values alive at once: without this a compiled backward holds 1.3 times
-what eager checkpointing holds. Fusions of a producer with its consumer stay."""
+reach across regions and keep several regions' values alive at once. Fusions of a producer with its consumer stay."""
 KEEP_LAYOUT = {"layout_optimization": False}
 """For graphs whose convolutions read inputs only, as patch embeddings do. Inductor would copy these inputs to channels
 last and save the copies for the backward in place of the inputs, which are in memory anyway."""

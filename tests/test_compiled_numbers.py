@@ -13,11 +13,12 @@ import torch
 
 import fxckpt
 from tests.helpers import Step, assert_close, boundary_layers, differences, train_step
+from tests.test_numbers import Setting, settings_of
 from tests.zoo import REGISTRY, build
 
 CI = ["llama", "bert", "t5", "vit", "mixtral", "plain_buffer_block"]
-CI_CASES = [(name, 1 + i % 3, i % 2 == 0) for i, name in enumerate(CI)]
-ALL_CASES = [(name, n, offload) for name in REGISTRY for n, offload in ((1, True), (2, False), (3, True))]
+CI_CASES = [(name, 1 + i % 3, i % 2 == 0, False) for i, name in enumerate(CI)]
+ALL_CASES = [(name, *settings_of(name)[0]) for name in REGISTRY]  # a compile takes half a minute: one setting a model
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +30,10 @@ def bitwise() -> Iterator[dict[str, bool]]:
     print(f"\nInductor: {len(seen) - len(others)} of {len(seen)} cases bit for bit equal; others: {others}")
 
 
-def compiled(name: str, settings: tuple[int, bool] | None) -> Step:
+def compiled(name: str, dropout: bool, settings: tuple[int, bool] | None) -> Step:
     """One step under Inductor: the plain model where `settings` is None, else transformed."""
     torch._dynamo.reset()
-    model, batch = build(name)
+    model, batch = build(name, dropout)
     target = model
     if settings is not None:
         every_n, offload = settings
@@ -41,21 +42,24 @@ def compiled(name: str, settings: tuple[int, bool] | None) -> Step:
     return train_step(torch.compile(target), model, batch)
 
 
-def check(name: str, every_n: int, offload: bool, bitwise: dict[str, bool]) -> None:
-    got = compiled(name, (every_n, offload))
-    want = compiled(name, None)
-    bitwise[f"{name}-{every_n}-{offload}"] = not differences(got.values(), want.values())
+def check(name: str, setting: Setting, bitwise: dict[str, bool]) -> None:
+    every_n, offload, dropout = setting
+    got = compiled(name, dropout, (every_n, offload))
+    want = compiled(name, dropout, None)
+    bitwise["-".join(map(str, (name, *setting)))] = not differences(got.values(), want.values())
     assert_close(got, want)
 
 
-@pytest.mark.parametrize(("name", "every_n", "offload"), CI_CASES, ids=str)
-def test_inductor_equals_stock_compile(name: str, every_n: int, offload: bool, bitwise: dict[str, bool]) -> None:
-    check(name, every_n, offload, bitwise)
+@pytest.mark.parametrize(("name", "every_n", "offload", "dropout"), CI_CASES, ids=str)
+def test_inductor_equals_stock_compile(
+    name: str, every_n: int, offload: bool, dropout: bool, bitwise: dict[str, bool]
+) -> None:
+    check(name, (every_n, offload, dropout), bitwise)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "every_n", "offload"), ALL_CASES, ids=str)
+@pytest.mark.parametrize(("name", "every_n", "offload", "dropout"), ALL_CASES, ids=str)
 def test_inductor_equals_stock_compile_everywhere(
-    name: str, every_n: int, offload: bool, bitwise: dict[str, bool]
+    name: str, every_n: int, offload: bool, dropout: bool, bitwise: dict[str, bool]
 ) -> None:
-    check(name, every_n, offload, bitwise)
+    check(name, (every_n, offload, dropout), bitwise)

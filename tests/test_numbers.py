@@ -30,13 +30,19 @@ CI_PAIRS: list[tuple[Setting, Setting]] = [
     ((1, False, True), (3, True, False)),
     ((2, False, False), (3, True, True)),
 ]
+NUMBER = {name: i for i, name in enumerate([*CI_SPREAD, *(n for n in REGISTRY if n not in CI_SPREAD)])}
 HEAVY = {"llava", "mllama", "qwen2_vl", "wavlm", "hrm_text", "whisper"}  # many frames or calls: one setting in CI
+
+
+def settings_of(name: str) -> tuple[Setting, Setting]:
+    """Two settings for a model, others for the next one."""
+    return CI_PAIRS[NUMBER[name] % len(CI_PAIRS)]
 
 
 def ci_cases() -> Iterator[tuple[str, int, bool, bool]]:
     """The spread, each with its pair of settings; the heavy ones take the first or the second of their pair in turn."""
     for i, name in enumerate(CI_SPREAD):
-        pair = CI_PAIRS[i % len(CI_PAIRS)]
+        pair = settings_of(name)
         for setting in (pair[i % 2],) if name in HEAVY else pair:
             yield (name, *setting)
 

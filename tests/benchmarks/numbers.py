@@ -1,9 +1,11 @@
 """Survey: one training step of every model of the zoo, transformed, against the model itself.
 
-    python -m tests.benchmarks.numbers --out survey.jsonl            # two settings a model, rotating; resumable
+    python -m tests.benchmarks.numbers --out survey.jsonl            # two settings a model, rotating
     python -m tests.benchmarks.numbers --out survey.jsonl --all      # every setting
     python -m tests.benchmarks.numbers --out survey.jsonl --summary  # the table only
     python -m tests.benchmarks.numbers --out compiled.jsonl --compiled  # torch.compile(t) against torch.compile(model)
+
+Hours of work: it goes on where it stopped, and several processes can each take a part (`--part 1/2`, a file for each).
 
 Each line of the file is one model at one setting: whether loss, gradients and buffers equal eager's bit for bit,
 whether those of the plain model under ``torch.compile(backend="aot_eager")`` do, the largest differences, and which
@@ -24,7 +26,7 @@ import torch
 
 import fxckpt
 from tests.helpers import Step, boundary_layers, differences, train_step
-from tests.test_numbers import CI_PAIRS, SETTINGS, Setting
+from tests.test_numbers import SETTINGS, Setting, aot_eager, eager, settings_of
 from tests.zoo import CI_SPREAD, REGISTRY, build
 
 
@@ -33,22 +35,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--summary", action="store_true")
-    parser.add_argument("--compiled", action="store_true", help="one setting a model of the CI spread, under Inductor")
-    parser.add_argument("names", nargs="*", help="models; all of the zoo by default")
+    parser.add_argument("--compiled", action="store_true", help="one setting a model, under Inductor")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th model only, from the I-th on")
+    parser.add_argument("names", nargs="*", help="models; all of the zoo by default, those of the CI first")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    part, parts = map(int, options.part.split("/"))
+    names = (options.names or [*CI_SPREAD, *(n for n in REGISTRY if n not in CI_SPREAD)])[part - 1 :: parts]
     if options.compiled and not options.summary:
-        survey(options.out, options.names or CI_SPREAD, one=one_compiled, settings=1)
+        survey(options.out, names, one=one_compiled, settings=1)
     elif not options.summary:
-        survey(options.out, options.names or list(REGISTRY), one=one, settings=len(SETTINGS) if options.all else 2)
+        survey(options.out, names, one=one, settings=len(SETTINGS) if options.all else 2)
     print(summary([json.loads(line) for line in options.out.read_text().splitlines()]))
 
 
 def survey(out: Path, names: list[str], *, one: Callable[[str, Setting], dict[str, Any]], settings: int) -> None:
     """Append a line to `out` for each model and setting that it does not hold yet, `settings` for each model."""
     done = {key(json.loads(line)) for line in out.read_text().splitlines()} if out.exists() else set()
-    for i, name in enumerate(names):
-        for setting in SETTINGS if settings > 2 else CI_PAIRS[i % len(CI_PAIRS)][:settings]:
+    for name in names:
+        for setting in SETTINGS if settings > 2 else settings_of(name)[:settings]:
             if (name, *setting) in done:
                 continue
             start = time.perf_counter()
@@ -66,15 +71,8 @@ def key(row: dict[str, Any]) -> tuple[str, int, bool, bool]:
 
 def one(name: str, setting: Setting) -> dict[str, Any]:
     every_n, offload, dropout = setting
-    model, batch = build(name, dropout)
-    want = train_step(model, model, batch)
-    row: dict[str, Any] = {}
-    torch._dynamo.reset()
-    try:
-        model, batch = build(name, dropout)
-        row["aot_eager"] = verdict(train_step(torch.compile(model, backend="aot_eager"), model, batch), want)
-    except Exception as error:
-        row["aot_eager"] = f"fails: {type(error).__name__}"
+    want, aot = eager(name, dropout), aot_eager(name, dropout)
+    row: dict[str, Any] = {"aot_eager": "fails" if aot is None else verdict(aot, want)}
     torch._dynamo.reset()
     try:
         model, batch = build(name, dropout)

@@ -1,14 +1,9 @@
-"""What fxckpt knows about FX nodes: the only module that spells a ``node.meta`` key.
-
-PyTorch's keys are read here (``val``, ``nn_module_stack``, ``recompute``, ...), and one key of our own, ``fxckpt``, is
-written: the :class:`Tag` that the rewrite puts on a node and that survives into the forward and backward graph.
-"""
+"""The keys of ``node.meta``: PyTorch's, read here alone, and the rewrite's own mark on a node, :class:`Tag`."""
 
 from __future__ import annotations
 
 import enum
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-aten = torch.ops.aten
+from fxckpt.graph.structure import is_tangent, output_node, placeholders
 
 _OWN_KEY = "fxckpt"
 
@@ -119,31 +114,6 @@ def is_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta.get("partitioner_tag") not in backward
 
 
-def is_offload(node: fx.Node) -> bool:
-    """Whether `node` moves an activation to the host."""
-    return node.target is torch.ops.fxckpt.offload.default
-
-
-def is_reload(node: fx.Node) -> bool:
-    """Whether `node` brings an activation back to its device."""
-    return node.target is torch.ops.fxckpt.reload.default
-
-
-def is_order(node: fx.Node) -> bool:
-    """Whether `node` only orders others: what reads its value behind it waits for what else it reads."""
-    return node.target is torch.ops.fxckpt.after.default
-
-
-def is_transfer(node: fx.Node) -> bool:
-    """Whether `node` is an offload or a reload."""
-    return is_offload(node) or is_reload(node)
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether `node` is a gradient of an output, an input of the backward."""
-    return node.op == "placeholder" and "tangents" in str(node.target)
-
-
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """All nodes of a joint graph that depend on a tangent or were recorded in the backward."""
     found: set[fx.Node] = set()
@@ -186,122 +156,6 @@ def clear_policy(node: fx.Node) -> None:
     node.meta.pop("ac_graph_id", None)
 
 
-def nbytes(node: fx.Node) -> int:
-    """Bytes of the tensors that `node` stands for; symbolic sizes count with the value they were traced with."""
-    return sum(tensor_nbytes(v) for v in _tensors(value(node)))
-
-
-def tensor_nbytes(val: torch.Tensor) -> int:
-    """Bytes of a tensor's own elements (an expanded tensor counts once per element shown)."""
-    return hint(val.numel()) * val.dtype.itemsize
-
-
-def storage_nbytes(val: torch.Tensor) -> int:
-    """Bytes of the storage that keeps a tensor alive: dimensions of stride 0 count once."""
-    count = 1
-    for size, stride in zip(val.shape, val.stride(), strict=True):
-        count *= 1 if hint(stride) == 0 else hint(size)
-    return count * val.dtype.itemsize
-
-
-def hint(number: Any) -> int:
-    """An int from an int or a symbolic int (the value it was traced with; 0 where that is unknown)."""
-    if isinstance(number, int):
-        return number
-    node = getattr(number, "node", None)
-    known = node.hint if node is not None and node.has_hint() else None
-    return int(known) if known is not None else 0
-
-
-def _tensors(val: Any) -> Iterator[torch.Tensor]:
-    if isinstance(val, torch.Tensor):
-        yield val
-    elif isinstance(val, (list, tuple)):
-        for item in val:
-            yield from _tensors(item)
-
-
-_VIEW_OPS = frozenset(
-    {
-        aten.alias,
-        aten.as_strided,
-        aten.detach,
-        aten.diagonal,
-        aten.expand,
-        aten.permute,
-        aten.select,
-        aten.slice,
-        aten.split,
-        aten.split_with_sizes,
-        aten.squeeze,
-        aten.t,
-        aten.transpose,
-        aten.unbind,
-        aten.unfold,
-        aten.unsqueeze,
-        aten.view,
-        aten._unsafe_view,
-        aten.lift_fresh,
-    }
-)
-
-
-def overload_packet(node: fx.Node) -> Any:
-    """The operator without its overload (``aten.view`` for ``aten.view.default``), or the target itself."""
-    return getattr(node.target, "overloadpacket", node.target)
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether `node` picks one result out of an operator's several."""
-    return node.op == "call_function" and node.target is operator.getitem
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether `node` shares the storage of its first input."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and overload_packet(source) in _VIEW_OPS
-    return overload_packet(node) in _VIEW_OPS
-
-
-def view_base(node: fx.Node) -> fx.Node:
-    """The node whose storage `node` shares, through any chain of views; `node` itself where it owns its storage."""
-    while is_view(node):
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            break
-        node = source
-    return node
-
-
-def is_partial_view(node: fx.Node) -> bool:
-    """Whether `node` shows less than the storage it shares."""
-    base, shown = view_base(node), tensor(node)
-    whole = tensor(base)
-    if base is node or shown is None or whole is None:
-        return False
-    return tensor_nbytes(shown) < storage_nbytes(whole)
-
-
-def draws_random(node: fx.Node) -> bool:
-    """Whether `node` reads the random number generator."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return bool(argument(node, "dropout_p") != 0.0)  # attention without dropout draws nothing
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """The value `node` passes for its operator's argument `name`, its default, or None where there is no such one."""
-    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if declared.name == name:
-            given = node.args[position] if position < len(node.args) else declared.default_value
-            return node.kwargs.get(name, given)
-    return None
-
-
 def binds_unbacked_symbol(node: fx.Node) -> bool:
     """Whether a size that depends on data is born at `node`; such a node must run once only."""
     return bool(node.meta.get("unbacked_bindings"))
@@ -328,51 +182,6 @@ def source_line(node: fx.Node, outside: Callable[[str], bool] | None = None) -> 
     return ""
 
 
-def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a graph, in order."""
-    return [n for n in graph.nodes if n.op == "placeholder"]
-
-
-def output_node(graph: fx.Graph) -> fx.Node:
-    """The output node of a graph."""
-    return graph.output_node()
-
-
-def output_args(graph: fx.Graph) -> list[Any]:
-    """What a graph returns, flat and in order."""
-    returned = output_node(graph).args[0]
-    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
-
-
-def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph module that later passes on the original do not change; parameters are shared."""
-    made = fx.GraphModule(gm, _copy_graph(gm.graph))
-    made.meta.update(gm.meta)
-    return made
-
-
-def _copy_graph(graph: fx.Graph) -> fx.Graph:
-    made = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = made.graph_copy(graph, mapping)
-    made.output(result)
-    output_node(made).meta.update(output_node(graph).meta)
-    return made
-
-
-def walk_inputs(starts: Iterable[fx.Node], into: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """`starts` and all nodes they depend on, followed as long as `into(node)` holds."""
-    found: set[fx.Node] = set()
-    todo = list(starts)
-    while todo:
-        node = todo.pop()
-        if node in found or not into(node):
-            continue
-        found.add(node)
-        todo.extend(node.all_input_nodes)
-    return found
-
-
 def tangent_positions(graph: fx.Graph) -> dict[fx.Node, int] | None:
     """For each tangent of a joint graph, the position of its output among the forward's outputs.
 
@@ -388,13 +197,3 @@ def tangent_positions(graph: fx.Graph) -> dict[fx.Node, int] | None:
                 return None
             found[node] = described.index(output)
     return found
-
-
-def loosen_views(graph: fx.Graph) -> None:
-    """Let every ``view`` copy where it must.
-
-    Some CPU kernels return other strides than their fake implementations promise, so that a view that was legal in
-    the trace is not on the real tensor; the values are the same either way.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default

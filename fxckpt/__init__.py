@@ -14,7 +14,8 @@ from fxckpt.errors import (
     UnsupportedError,
     VerifyError,
 )
-from fxckpt.transform import explain, graphs, selected_layers, to_networkx, transform
+from fxckpt.runtime.stats import TransferStats
+from fxckpt.transform import explain, graphs, selected_layers, stats, to_networkx, transform
 
 __all__ = [
     "BackendError",
@@ -25,6 +26,7 @@ __all__ = [
     "Offload",
     "SettingsError",
     "TransferError",
+    "TransferStats",
     "Treatment",
     "UnsupportedError",
     "VerifyError",
@@ -35,6 +37,7 @@ __all__ = [
     "graphs",
     "names",
     "selected_layers",
+    "stats",
     "to_networkx",
     "transform",
 ]

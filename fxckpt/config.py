@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,17 +24,38 @@ VERSION = "0.1.0"
 
 @dataclass(frozen=True)
 class Offload:
-    """Where boundary activations of recomputed regions go between the forward and the backward."""
+    """Where boundary activations of recomputed regions go between the forward and the backward, and when.
 
-    to: Literal["cpu"] = "cpu"
-    """``"cpu"``: host memory, pinned where the activation comes from a CUDA device."""
+    Raises:
+        SettingsError: a value means nothing.
+    """
+
+    to: Literal["cpu", "disk"] = "cpu"
+    """``"cpu"``: host memory, pinned where the activation comes from a CUDA device. ``"disk"``: a file without a name,
+    which goes with the process."""
+    dir: str | None = None
+    """For ``"disk"``, the folder that holds the file; None means the system's folder for temporary files."""
+    max_in_flight: int = 2
+    """How many offloads may be under way at once. Until one is done, its activation stays in device memory."""
+    prefetch: int = 1
+    """How many recomputed regions before the one that reads it an activation starts on its way back; 0: right before
+    it is read."""
 
     def __post_init__(self) -> None:
         place: str = self.to
-        if place == "disk":
-            raise SettingsError('offload to="disk" is not there yet; use offload=True for host memory.')
-        if place != "cpu":
-            raise SettingsError(f'Offload(to={self.to!r}): the place must be "cpu".')
+        if place not in ("cpu", "disk"):
+            raise SettingsError(f'Offload(to={self.to!r}): the place must be "cpu" or "disk".')
+        check_whole("max_in_flight", self.max_in_flight, 1)
+        check_whole("prefetch", self.prefetch, 0)
+        if self.dir is not None:
+            if place != "disk":
+                raise SettingsError(f'Offload(to={self.to!r}, dir={self.dir!r}): a folder is for to="disk" only.')
+            object.__setattr__(self, "dir", os.path.abspath(os.fspath(self.dir)))
+
+    @property
+    def place(self) -> str:
+        """Place and folder as one text, as the transfer operators take it: ``"cpu"``, or ``"disk:"`` and the folder."""
+        return self.to if self.to == "cpu" else f"disk:{self.dir or tempfile.gettempdir()}"
 
 
 @dataclass(frozen=True)
@@ -55,9 +78,9 @@ class Settings:
     """False after ``gradient_checkpointing_disable()``: calls run as the original model's."""
 
     def __post_init__(self) -> None:
-        check_every_n(self.every_n)
+        check_whole("every_n", self.every_n, 1)
         if self.offload is not None and not isinstance(self.offload, Offload):
-            raise SettingsError(f'offload={self.offload!r}: use False, True, "cpu" or fxckpt.Offload(...).')
+            raise SettingsError(f'offload={self.offload!r}: use False, True, "cpu", "disk" or fxckpt.Offload(...).')
 
     def key(self) -> str:
         """Text that names these settings and the version of fxckpt's own source, for compile caches."""
@@ -85,14 +108,14 @@ def make_settings(
     )
 
 
-def check_every_n(n: Any) -> None:
-    """Refuse what is no whole number of at least 1.
+def check_whole(name: str, number: Any, least: int) -> None:
+    """Refuse what is no whole number of at least `least`.
 
     Raises:
         SettingsError: it is none.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise SettingsError(f"every_n={n!r}: it must be a whole number of at least 1.")
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise SettingsError(f"{name}={number!r}: it must be a whole number of at least {least}.")
 
 
 def parse_offload(offload: Any) -> Offload | None:
@@ -109,7 +132,7 @@ def parse_offload(offload: Any) -> Offload | None:
         return Offload(to=offload)  # type: ignore[arg-type]
     if isinstance(offload, Offload):
         return offload
-    raise SettingsError(f'offload={offload!r}: use False, True, "cpu" or fxckpt.Offload(...).')
+    raise SettingsError(f'offload={offload!r}: use False, True, "cpu", "disk" or fxckpt.Offload(...).')
 
 
 def _parse_layers(layers: Any) -> tuple[LayerSpec, ...] | None:

@@ -12,6 +12,7 @@
     transfers      rewrite   offload in the forward, reload in the backward
     rematerialize  rewrite   where a compiler fuses, gradients make cheap values anew that would be held for them
     schedule       rewrite   the backward recomputes a region when it is the region's turn
+    overlap        rewrite   transfers start early enough, and no more of them than allowed are under way
 
 Each pass works on the graphs in place, states what it needs and leaves in its docstring, and is followed by the
 verifier when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
@@ -42,9 +43,11 @@ from fxckpt.rewrite.obey import (
     tell_partitioner,
 )
 from fxckpt.rewrite.offload import insert_transfers
+from fxckpt.rewrite.overlap import order_offloads, order_reloads
 from fxckpt.rewrite.rematerialize import for_each_region, for_gradients
 from fxckpt.rewrite.schedule import start_recomputes, weights_first
 from fxckpt.rewrite.verify import verify_joint, verify_partition
+from fxckpt.rewrite.verify_transfers import Limits
 from fxckpt.torch_private import saving_least, taken_as_random
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -132,6 +135,11 @@ class GraphRecord:
         found = G.output_args(self.forward.graph)[self.num_forward_outputs :]
         return [n for n in found if isinstance(n, fx.Node)]
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the activations that leave the device in a step, by the sizes they were traced with."""
+        return sum(G.nbytes(n) for n in self.saved if G.is_offload(n))
+
 
 @dataclass
 class _Run:
@@ -217,7 +225,10 @@ def _partition(run: _Run) -> None:
 
 def _transfers(run: _Run) -> None:
     assert run.forward is not None and run.backward is not None
-    run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs)
+    offload = run.request.settings.offload
+    if offload is not None:
+        names = [r.name for r in run.regions]
+        run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs, names, offload.place)
 
 
 def _rematerialize(run: _Run) -> None:
@@ -233,6 +244,14 @@ def _schedule(run: _Run) -> None:
     start_recomputes(run.backward.graph)
 
 
+def _overlap(run: _Run) -> None:
+    assert run.forward is not None and run.backward is not None
+    offload = run.request.settings.offload
+    if offload is not None and run.transfers:
+        order_offloads(run.forward.graph, offload.max_in_flight)
+        order_reloads(run.backward.graph, offload.prefetch)
+
+
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("regions", _regions),
     ("take_over", _take_over),
@@ -246,6 +265,7 @@ PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
     ("transfers", _transfers),
     ("rematerialize", _rematerialize),
     ("schedule", _schedule),
+    ("overlap", _overlap),
 )
 
 
@@ -302,7 +322,9 @@ def _verify(run: _Run, after: str) -> None:
     if run.forward is None or run.backward is None:
         verify_joint(run.joint.graph, where, _recomputed(run), told="tags" in run.seconds)
     else:
-        verify_partition(run.forward, run.backward, run.num_forward_outputs, where)
+        offload = run.request.settings.offload if "overlap" in run.seconds else None
+        limits = None if offload is None else Limits(offload.max_in_flight, offload.prefetch)
+        verify_partition(run.forward, run.backward, run.num_forward_outputs, where, limits)
 
 
 def _recomputed(run: _Run) -> dict[fx.Node, str]:

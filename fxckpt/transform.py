@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
-from fxckpt.config import make_settings
+from fxckpt.config import Offload, make_settings
 from fxckpt.decide.policy import Treatment
 from fxckpt.errors import CaptureError, SettingsError
 from fxckpt.pipeline import GraphRecord
+from fxckpt.runtime.file import in_memory
+from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import network
 from fxckpt.show.data import Explanation
 from fxckpt.show.explain import explain_records
@@ -37,9 +40,9 @@ def transform(
     """The same model, trained in less memory.
 
     Calls of the result with gradients on are captured as graphs in which every n-th boundary layer is recomputed in the
-    backward instead of kept, and in which the activations it is recomputed from may be offloaded to host memory. Call
-    the result directly, or hand it to ``torch.compile``. Under ``no_grad`` and ``inference_mode`` it runs as the
-    original.
+    backward instead of kept, and in which the activations it is recomputed from may be offloaded to host memory or to a
+    disk, beside the computation. Call the result directly, or hand it to ``torch.compile``. Under ``no_grad`` and
+    ``inference_mode`` it runs as the original.
 
     Recomputing every layer costs about one more forward a step; ``every_n=2`` half of that, for about half the saving.
 
@@ -54,7 +57,7 @@ def transform(
         model: any module. It keeps its own behaviour; parameters, buffers and submodules are shared with the result.
         every_n: boundary layers 0, n, 2n, ... are recomputed, counted in the order of ``model.modules()`` as
             transformers' ``every_n_layers`` counts.
-        offload: ``False``; ``True`` or ``"cpu"`` (host memory); or an :class:`fxckpt.Offload`.
+        offload: ``False``; ``True`` or ``"cpu"`` (host memory); ``"disk"``; or an :class:`fxckpt.Offload`.
         layers: which modules are boundary layers. ``None``: the ``GradientCheckpointingLayer`` instances,
             transformers' or fxckpt's. Else one of, or a list of: a class, a name pattern (``"blocks.*"``; ``*`` is
             one part of a name, ``**`` any number), a predicate ``(name, module) -> bool``.
@@ -81,9 +84,25 @@ def transform(
     )
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
-    if settings.offload is not None and not _on_accelerator(model):
-        _say_offload_saves_nothing()
+    if settings.offload is not None:
+        _check_place(model, settings.offload)
     return view  # type: ignore[return-value]
+
+
+def _check_place(model: nn.Module, offload: Offload) -> None:
+    if offload.to == "cpu":
+        if not _on_accelerator(model):
+            _say_offload_saves_nothing()
+        return
+    folder = offload.place.removeprefix("disk:")
+    if not os.path.isdir(folder):
+        raise SettingsError(f"Offload(dir={folder!r}): there is no such folder. Make it, or choose another one.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SettingsError(f"Offload(dir={folder!r}): this process may not write there. Choose another folder.")
+    if in_memory(folder):
+        log.warning(
+            "fxckpt: %s lies in memory (tmpfs), so offloading to it frees none; choose a folder on a disk.", folder
+        )
 
 
 @functools.cache
@@ -104,6 +123,25 @@ def selected_layers(transformed: nn.Module) -> list[str]:
     """
     chosen = state_of(transformed).treatments()
     return [name for name, treatment in chosen.items() if treatment is Treatment.RECOMPUTE]
+
+
+def stats(transformed: nn.Module) -> TransferStats:
+    """What the transfers of the last step moved, how long that took, and how much was held.
+
+    A step is a call of the model with gradients on and the backward that belongs to it; ask after the backward.
+
+    Example::
+
+        t(**batch).loss.backward()
+        print(fxckpt.stats(t).stall_seconds)
+
+    Args:
+        transformed: what :func:`transform` returned, compiled or wrapped or not.
+
+    Raises:
+        FxckptError: not a transformed model.
+    """
+    return state_of(transformed).transfer_stats()
 
 
 def graphs(transformed: nn.Module) -> list[GraphRecord]:

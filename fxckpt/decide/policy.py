@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fxckpt.capture.regions import BoundaryLayer
-from fxckpt.config import Settings, check_every_n
+from fxckpt.config import Settings, check_whole
 from fxckpt.decide.layers import name_pattern
 from fxckpt.errors import NoLayersError, SettingsError
 
@@ -36,7 +36,7 @@ class EveryN:
     n: int = 1
 
     def __post_init__(self) -> None:
-        check_every_n(self.n)
+        check_whole("every_n", self.n, 1)
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
         """What becomes of the calls of `layer`."""

@@ -28,6 +28,10 @@ from fxckpt.graph.operators import is_offload as is_offload
 from fxckpt.graph.operators import is_order as is_order
 from fxckpt.graph.operators import is_reload as is_reload
 from fxckpt.graph.operators import is_transfer as is_transfer
+from fxckpt.graph.operators import is_wait_offload as is_wait_offload
+from fxckpt.graph.operators import is_wait_reload as is_wait_reload
+from fxckpt.graph.operators import wait_for as wait_for
+from fxckpt.graph.operators import waits_for as waits_for
 from fxckpt.graph.sizes import hint as hint
 from fxckpt.graph.sizes import nbytes as nbytes
 from fxckpt.graph.sizes import storage_nbytes as storage_nbytes

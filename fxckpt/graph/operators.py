@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,13 +10,23 @@ from torch import fx
 
 
 def is_offload(node: fx.Node) -> bool:
-    """Whether `node` moves an activation to the host."""
+    """Whether `node` begins to move an activation out of device memory."""
     return node.target is torch.ops.fxckpt.offload.default
 
 
+def is_wait_offload(node: fx.Node) -> bool:
+    """Whether `node` lets an activation's device memory go."""
+    return node.target is torch.ops.fxckpt.wait_offload.default
+
+
 def is_reload(node: fx.Node) -> bool:
-    """Whether `node` brings an activation back to its device."""
+    """Whether `node` begins to bring an activation back to its device."""
     return node.target is torch.ops.fxckpt.reload.default
+
+
+def is_wait_reload(node: fx.Node) -> bool:
+    """Whether `node` lets an activation that came back be read."""
+    return node.target is torch.ops.fxckpt.wait_reload.default
 
 
 def is_order(node: fx.Node) -> bool:
@@ -24,8 +35,20 @@ def is_order(node: fx.Node) -> bool:
 
 
 def is_transfer(node: fx.Node) -> bool:
-    """Whether `node` is an offload or a reload."""
-    return is_offload(node) or is_reload(node)
+    """Whether `node` is one of the four of a transfer."""
+    return is_offload(node) or is_wait_offload(node) or is_reload(node) or is_wait_reload(node)
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """What a transfer or an order node reads only to come after it: its argument ``first``."""
+    listed = argument(node, "first")
+    return [n for n in listed if isinstance(n, fx.Node)] if isinstance(listed, (list, tuple)) else []
+
+
+def wait_for(node: fx.Node, first: Iterable[fx.Node]) -> None:
+    """Let a transfer node, whose ``first`` stands last among its arguments, come after `first` too."""
+    wanted = dict.fromkeys([*waits_for(node), *first])
+    node.args = (*node.args[:-1], list(wanted))
 
 
 def draws_random(node: fx.Node) -> bool:

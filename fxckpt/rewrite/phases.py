@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from fxckpt import graph as G
@@ -32,3 +33,11 @@ def is_recomputed(node: fx.Node) -> bool:
     """Whether `node` of a backward graph computes a value of a recomputed region again."""
     tag = G.tag(node)
     return node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR
+
+
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.convolution}
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether `node` is a matrix product or a convolution: no compiler fuses it with what comes before it."""
+    return G.overload_packet(node) in _PRODUCTS

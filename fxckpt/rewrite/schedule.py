@@ -16,9 +16,7 @@ import torch
 from torch import fx
 
 from fxckpt import graph as G
-from fxckpt.rewrite.phases import find_gradients, find_readers, is_recomputed
-
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+from fxckpt.rewrite.phases import find_gradients, find_readers, is_product, is_recomputed
 
 
 def weights_first(backward: fx.Graph) -> int:
@@ -37,7 +35,7 @@ def weights_first(backward: fx.Graph) -> int:
     readers = find_readers(nodes)
     waiting = 0
     for weight in nodes:
-        if weight.target not in _PRODUCTS:
+        if not is_product(weight):
             continue
         bases = [G.view_base(n) for n in weight.all_input_nodes]
         incoming = next((n for n in bases if n in gradients), None)
@@ -45,7 +43,7 @@ def weights_first(backward: fx.Graph) -> int:
         if incoming is None or wide is None or not _bytes(wide) > _bytes(incoming):
             continue
         for other in readers[incoming]:
-            if other is weight or other.target not in _PRODUCTS or _bytes(other) < _bytes(wide):
+            if other is weight or not is_product(other) or _bytes(other) < _bytes(wide):
                 continue
             read_before = any(order.get(user, len(nodes)) < order[weight] for user in other.users)  # views count here
             if read_before or any(is_recomputed(G.view_base(n)) for n in other.all_input_nodes):
@@ -68,6 +66,8 @@ def _order(graph: fx.Graph, value: fx.Node, first: list[fx.Node], name: str) -> 
 
 def start_recomputes(backward: fx.Graph) -> int:
     """Let each value that a recomputed region starts from wait for the gradients that are alive by then.
+
+    What is reloaded has a node that waits already, which waits for them too.
 
     Needs: tags on the recomputed nodes and on the inputs and reloads that they read. Leaves: the start nodes.
 
@@ -92,12 +92,23 @@ def start_recomputes(backward: fx.Graph) -> int:
             alive = {g: None for g in alive if last_use[g] >= order[node]}
         arrived = _arrived(alive) if entries else []
         for value, region in entries if arrived else ():
+            wait = _wait(value, node)
+            if wait is not None:
+                G.wait_for(wait, arrived)
+                continue
             with backward.inserting_before(node):
                 _order(backward, value, arrived, f"start_{_name(value, region)}")
             inserted += 1
         if node in last_use:
             alive[node] = None
     return inserted
+
+
+def _wait(value: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The wait for a reload, where `reader` is the first to read it."""
+    if not G.is_reload(value) or min(n for n in value.users if not G.is_wait_reload(n)) is not reader:
+        return None
+    return next(n for n in value.users if G.is_wait_reload(n))
 
 
 def _arrived(alive: dict[fx.Node, None]) -> list[fx.Node]:

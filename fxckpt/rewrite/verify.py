@@ -5,7 +5,6 @@ Each check is written from what the graph says alone, not from what the passes m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +12,7 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.errors import VerifyError
+from fxckpt.rewrite.verify_transfers import Limits, check_limits, check_transfers
 
 
 def verify_joint(
@@ -54,8 +54,21 @@ def _check_policy(node: fx.Node, tag: G.Tag, where: str) -> None:
         raise VerifyError(f"{where}: {node.name} is {tag.kind.value} and yet not marked for recompute.")
 
 
-def verify_partition(forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, where: str) -> None:
+def verify_partition(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_forward_outputs: int,
+    where: str,
+    limits: Limits | None = None,
+) -> None:
     """Check a forward and a backward graph.
+
+    Args:
+        forward: the forward graph.
+        backward: the backward graph.
+        num_forward_outputs: how many of the forward graph's outputs are the model's.
+        where: opens the message of an error.
+        limits: once transfers are in their places, how many may be under way.
 
     Raises:
         VerifyError: one of the invariants does not hold; the message names the node and the rule.
@@ -67,7 +80,9 @@ def verify_partition(forward: fx.GraphModule, backward: fx.GraphModule, num_forw
     _check_interface(saved, backward.graph, where)
     _check_interior(saved, where)
     _check_boundaries(backward.graph, where)
-    _check_transfers(forward.graph, backward.graph, user, saved, where)
+    check_transfers(forward.graph, backward.graph, user, saved, where)
+    if limits is not None:
+        check_limits(forward.graph, backward.graph, limits, where)
     _check_state(backward.graph, where)
     _check_starts(backward.graph, where)
 
@@ -132,60 +147,12 @@ def _changes_state(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def _check_transfers(
-    forward: fx.Graph, backward: fx.Graph, user: list[object], saved: list[object], where: str
-) -> None:
-    offloads = [n for n in forward.nodes if G.is_offload(n)]
-    reloads = [n for n in backward.nodes if G.is_reload(n)]
-    _check_offloads(offloads, {G.view_base(n) for n in user if isinstance(n, fx.Node)}, saved, where)
-    sent = Counter(str(n.args[1]) for n in offloads)
-    back = Counter(str(n.args[2]) for n in reloads)
-    if sent != back or any(count != 1 for count in sent.values()):
-        wrong = sorted((sent - back) + (back - sent)) or sorted(n for n, c in sent.items() if c > 1)
-        raise VerifyError(f"{where}: each offload needs one reload of its name; wrong: {wrong}.")
-    sources = {str(n.args[1]): n for n in offloads}
-    for node in reloads:
-        _check_reload(node, sources[str(node.args[2])], where)
-
-
-def _check_offloads(offloads: list[fx.Node], kept_alive: set[fx.Node], saved: list[object], where: str) -> None:
-    moved: Counter[fx.Node] = Counter()
-    for node in offloads:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        base = G.view_base(source)
-        if saved.count(node) != 1 or set(node.users) != {G.output_node(node.graph)}:
-            raise VerifyError(f"{where}: {node.name} must go to the backward once, and nowhere else.")
-        if source in saved:
-            raise VerifyError(f"{where}: {source.name} is offloaded and saved on the device as well.")
-        if base.op == "placeholder":
-            raise VerifyError(f"{where}: {node.name} offloads {base.name}, an input of the graph.")
-        if base in kept_alive:
-            raise VerifyError(f"{where}: {node.name} offloads {source.name}, which an output of the graph keeps alive.")
-        moved[base] += G.nbytes(source)
-        whole = G.tensor(base)
-        if whole is not None and moved[base] > max(G.storage_nbytes(whole), G.nbytes(source)):
-            raise VerifyError(f"{where}: the storage of {base.name} is offloaded twice.")
-
-
-def _check_reload(node: fx.Node, offload: fx.Node, where: str) -> None:
-    host, source = node.args[0], offload.args[0]
-    assert isinstance(host, fx.Node) and isinstance(source, fx.Node)
-    if host.op != "placeholder" or host.name != offload.name:
-        raise VerifyError(f"{where}: {node.name} reads {host.name}, which is not what {offload.name} saved.")
-    if set(host.users) != {node}:
-        raise VerifyError(f"{where}: the host tensor {host.name} must be read by its reload {node.name} only.")
-    if not node.users:
-        raise VerifyError(f"{where}: {node.name} is read by nothing.")
-    given, taken = G.tensor(node), G.tensor(source)
-    if given is None or taken is None or (given.dtype, given.device) != (taken.dtype, taken.device):
-        raise VerifyError(f"{where}: {node.name} gives back another type or device than {source.name} had.")
-
-
 def _check_state(backward: fx.Graph, where: str) -> None:
     """Recomputed code may not draw new random numbers, nor change state a second time."""
     for node in backward.nodes:
-        if not G.is_forward(node) or G.is_order(node):  # recorded in the backward: what runs there as without fxckpt
+        if G.is_order(node) or G.is_transfer(node):
+            continue
+        if not G.is_forward(node):  # recorded in the backward: what runs there as without fxckpt
             continue
         if G.draws_random(node):
             raise VerifyError(f"{where}: {node.name} draws new random numbers in the backward.")

@@ -1,14 +1,23 @@
-"""The operators of rewritten graphs: ``torch.ops.fxckpt.offload``, ``reload`` and ``after``.
+"""The operators of rewritten graphs, ``torch.ops.fxckpt``: four nodes for each boundary activation that is offloaded.
 
-Transfers, one pair for each boundary activation::
+    forward:   handle = offload(activation, ...)            begins the copy to the place
+               wait_offload(handle, activation)             the activation's memory is free from here on
+               return ..., handle
+    backward:  device = reload(handle, ...)                 begins the copy back
+               wait_reload(device, handle)                  ``device`` may be read from here on
 
-    forward:   host   = fxckpt.offload(activation, name)            # the activation's memory is free after its last use
-    backward:  device = fxckpt.reload(host, device, name)           # right before the first use
+Rules, which the passes keep (``rewrite/offload.py``, ``rewrite/overlap.py``) and the verifier checks:
 
-Rules: a host tensor is read by its reload only. From a CUDA device the host tensor is pinned and both copies run on the
-stream that computes, so that they are ordered with what writes and reads the activation; the pinned memory comes from
-PyTorch's caching host allocator, which reuses a block only after the copies that read or write it are done. On a CPU
-the copy is a plain one: it saves no memory there.
+* A handle is read by its own three other nodes only, and is the only thing that is saved for backward.
+* Nothing reads the activation, or what shares its memory, behind its ``wait_offload``. (A compiler may move a reader
+  behind it: that reads what is still there, and the memory goes after it. To claim that the wait changes the activation
+  would forbid this, and with it the fusion of what makes an activation with what reads it.)
+* Nothing but ``wait_reload`` reads ``device`` before it: that claims to fill it, so every reader comes behind.
+* ``first``, in each of them, is not looked at. It is there to be read: what makes it comes before, in any order that a
+  compiler may choose. ``after(value, first)`` does nothing else: whoever reads ``value`` behind it comes after `first`.
+  So a copy is begun and waited for where the graph says, and not all at its beginning or all at its end.
+
+What happens when they run is the tiers' business (``runtime/tier.py``).
 """
 
 from __future__ import annotations
@@ -17,60 +26,92 @@ from collections.abc import Sequence
 
 import torch
 
-from fxckpt.errors import TransferError
+from fxckpt.runtime import store
 
 _library = torch.library.Library("fxckpt", "FRAGMENT")
 _library.define("boundary(Tensor activation) -> Tensor")  # stands in graphs being rewritten, and is never run
 _library.define("after(Tensor(a!) value, Tensor[] first) -> ()")
-_library.define("offload(Tensor activation, str name) -> Tensor")
-_library.define("reload(Tensor host, Device device, str name, SymInt[]? stride=None) -> Tensor")
+_library.define("offload(Tensor activation, str name, str region, str place, Tensor[] first) -> Tensor")
+_library.define("wait_offload(Tensor(a!) handle, Tensor activation, Tensor[] first) -> ()")
+_library.define(
+    "reload(Tensor handle, Device device, str name, int[]? order, SymInt[]? stride, Tensor[] first) -> Tensor"
+)
+_library.define("wait_reload(Tensor(a!) device, Tensor handle, Tensor[] first) -> ()")
 
 
-def _host_like(activation: torch.Tensor, pin: bool) -> torch.Tensor:
-    # The activation's own elements only, in its own order of dimensions where it is dense.
-    layout = torch.empty_like(activation, device="meta", memory_format=torch.preserve_format)
-    return torch.empty_strided(layout.size(), layout.stride(), dtype=activation.dtype, device="cpu", pin_memory=pin)
+def _offload(
+    activation: torch.Tensor, name: str, region: str, place: str, first: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return store.current(place).offload(activation, name, region, place)
 
 
-def _offload(activation: torch.Tensor, name: str) -> torch.Tensor:
-    try:
-        host = _host_like(activation, pin=activation.is_cuda)
-    except RuntimeError as error:
-        raise TransferError(
-            f"offload of {name}: no host memory for {activation.numel() * activation.element_size()} bytes. "
-            "Use offload=False, a larger every_n, or a smaller batch."
-        ) from error
-    return host.copy_(activation, non_blocking=activation.is_cuda)
+def _wait_offload(handle: torch.Tensor, activation: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
+    store.wait_offload(handle)
 
 
-def _reload(host: torch.Tensor, device: torch.device, name: str, stride: Sequence[int] | None = None) -> torch.Tensor:
-    if stride is None:
-        made = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-    else:
-        made = torch.empty_strided(host.size(), stride, dtype=host.dtype, device=device)
-    return made.copy_(host, non_blocking=made.is_cuda)
+def _reload(
+    handle: torch.Tensor,
+    device: torch.device,
+    name: str,
+    order: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    first: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return store.reload(handle, device, _strides(handle, order, stride))
+
+
+def _wait_reload(device: torch.Tensor, handle: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
+    store.wait_reload(device, handle)
 
 
 def _after(value: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
-    """Order the compiler's schedule (``rewrite/schedule.py``); nothing is done or changed."""
+    """Order the compiler's schedule; nothing is done or changed."""
 
 
-def _offload_fake(activation: torch.Tensor, name: str) -> torch.Tensor:
-    layout = torch.empty_like(activation, memory_format=torch.preserve_format)
-    return torch.empty_strided(layout.size(), layout.stride(), dtype=activation.dtype, device="cpu")
+def _offload_fake(
+    activation: torch.Tensor, name: str, region: str, place: str, first: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return torch.empty_strided(activation.size(), [0] * activation.dim(), dtype=activation.dtype, device="cpu")
+
+
+def _wait_offload_fake(handle: torch.Tensor, activation: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
+    return None
 
 
 def _reload_fake(
-    host: torch.Tensor, device: torch.device, name: str, stride: Sequence[int] | None = None
+    handle: torch.Tensor,
+    device: torch.device,
+    name: str,
+    order: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    first: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    chosen = host.stride() if stride is None else stride
-    return torch.empty_strided(host.size(), chosen, dtype=host.dtype, device=device)
+    return torch.empty_strided(handle.size(), _strides(handle, order, stride), dtype=handle.dtype, device=device)
 
 
-_library.impl("after", _after, "CompositeExplicitAutograd")
-_library.impl("offload", _offload, "CompositeExplicitAutograd")
-_library.impl("reload", _reload, "CompositeExplicitAutograd")
+def _wait_reload_fake(device: torch.Tensor, handle: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
+    return None
+
+
+def _strides(handle: torch.Tensor, order: Sequence[int] | None, stride: Sequence[int] | None) -> list[int]:
+    """`stride` if given, else strides without gaps, the dimension `order` names last being the innermost."""
+    if stride is not None:
+        return list(stride)
+    made = [1] * handle.dim()
+    step = 1
+    for dim in reversed(range(handle.dim()) if order is None else order):
+        made[dim] = step
+        step = step * max(handle.size(dim), 1) if isinstance(handle.size(dim), int) else step * handle.size(dim)
+    return made
+
+
+for _name, _run, _fake in (
+    ("after", _after, _after),
+    ("offload", _offload, _offload_fake),
+    ("wait_offload", _wait_offload, _wait_offload_fake),
+    ("reload", _reload, _reload_fake),
+    ("wait_reload", _wait_reload, _wait_reload_fake),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxckpt::{_name}", _fake, lib=_library)
 torch.library.register_fake("fxckpt::boundary", torch.empty_like, lib=_library)
-torch.library.register_fake("fxckpt::after", _after, lib=_library)
-torch.library.register_fake("fxckpt::offload", _offload_fake, lib=_library)
-torch.library.register_fake("fxckpt::reload", _reload_fake, lib=_library)

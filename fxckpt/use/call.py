@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt import torch_private
 from fxckpt.errors import CaptureError, FxckptError, UnsupportedError
+from fxckpt.runtime.store import calling
 from fxckpt.torch_private import UserBackend
 from fxckpt.use import hf
 from fxckpt.use.backend import MarkingBackend, plain_backend
@@ -39,8 +40,10 @@ def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, A
     with hf.switches_off(state.model) as taken_over:
         kwargs = hf.without_cache(state.model, kwargs, taken_over)
         state.calls += 1
+        state.store.begin_step()
         captures, frames, start = state.captures, torch_private.frames_seen(), torch_private.next_sequence_number()
-        out = _run(state, user, args, kwargs)
+        with calling(state.store):
+            out = _run(state, user, args, kwargs)
     recorded = [t for t in _tensors(out) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= start]
     if recorded and (state.captures != captures or not state.found or torch_private.frames_seen() != frames):
         check_captured(state)

@@ -19,6 +19,8 @@ from fxckpt.config import Settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.policy import Treatment, decide_layers
 from fxckpt.pipeline import Frame, GraphRecord, Request
+from fxckpt.runtime.stats import TransferStats
+from fxckpt.runtime.store import Store, shared
 from fxckpt.torch_private import JointCapture, captured_function
 
 
@@ -38,6 +40,7 @@ class State:
         calls: calls of the model with gradients so far.
         widely: whether calls outside ``torch.compile`` capture what Dynamo leaves out of graphs by default.
         inlined: number of the last compilation that had the model inside somebody else's frame.
+        store: its transfers.
     """
 
     model: nn.Module
@@ -53,10 +56,12 @@ class State:
     lock: threading.RLock = field(default_factory=threading.RLock)
     _patterns: dict[int, tuple[Treatment | None, ...]] = field(default_factory=dict)
     key: str = field(init=False)
+    store: Store = field(init=False)
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
         self.key = self._make_key()
+        self.store = Store(checksum=self.settings.verify)
         _by_number[self.number] = self
 
     def layers(self) -> list[BoundaryLayer]:
@@ -132,14 +137,27 @@ class State:
     def add(self, record: GraphRecord) -> None:
         """Keep the record of a captured graph."""
         with self.lock:
+            self._reserve(record)
             if self.settings.debug_dir is not None:
                 self._write("seconds.txt", "".join(f"{s:.6f} {name}\n" for name, s in record.seconds.items()))
             self.records.append(record)
+
+    def transfer_stats(self) -> TransferStats:
+        """Figures of the last step's transfers."""
+        offload = self.settings.offload
+        return (shared(offload.place) if offload is not None and self.inlined else self.store).stats()
+
+    def _reserve(self, record: GraphRecord) -> None:
+        """See that a step's offloads have room, with those of the other graphs captured in this call."""
+        if self.settings.offload is not None and record.transfers:
+            together = [record, *(r for r in self.records if r.frame.call == record.frame.call)]
+            self.store.reserve(self.settings.offload.place, sum(r.offloaded_bytes for r in together))
 
     def reset(self, settings: Settings) -> None:
         """Take new settings; graphs captured under the old ones are forgotten."""
         with self.lock:
             self.settings = settings
+            self.store = Store(checksum=settings.verify)
             self._patterns.clear()
             self.key = self._make_key()
             self.captures = 0

@@ -1,0 +1,174 @@
+"""Pass on the forward and backward graph: when transfers start and when they are waited for.
+
+In the forward a window slides over the transfers: before one starts, the one `max_in_flight` before it is waited for.
+So an activation's memory goes while later regions run, after a copy has had as long as they take. An activation that is
+read late (by a whole decoder, by a skip connection) starts after its last reader, as its memory stays until then. Parts
+of one storage start together and count as one.
+
+In the backward the copy for a region starts when the recompute of the region `prefetch` before it does.
+
+Graph order alone says this to whoever runs the graph node by node. For a compiler that orders anew, each node also
+reads what is to come before it, and is read by what is to come after it (``runtime/ops.py``):
+
+forward:   wait i    reads the activation of i + M; M is `max_in_flight`    | not before it is made
+           offload   of i + M reads the handle of i                         | not before wait i
+           after     changes the next product, reads the handle of i + M    | not much later than its activation
+backward:  reload    of region r reads the gradients that region r + P gets | not before these; P is `prefetch`
+           wait      for what region r + P starts from reads the reload     | not after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxckpt import graph as G
+from fxckpt.rewrite.phases import find_readers, is_product, is_recomputed
+
+
+def order_offloads(forward: fx.Graph, max_in_flight: int) -> None:
+    """Place the starts and the waits of the forward.
+
+    Needs: offloads, and a wait for each. Leaves: of at most `max_in_flight` storages an offload between start and wait.
+    """
+    units = _by_start(forward, max_in_flight)
+    if not units:
+        return
+    waits = {n.args[0]: n for n in forward.nodes if G.is_wait_offload(n)}
+    last_output = max((n for n in G.output_args(forward) if _is_made(n)), default=None)
+    for i, unit in enumerate(units):
+        next_unit = units[i + max_in_flight] if i + max_in_flight < len(units) else None
+        for offload in unit:
+            if next_unit is not None:
+                next_unit[0].prepend(waits[offload])
+                G.wait_for(waits[offload], [_activation(next_unit[0])])
+                G.wait_for(next_unit[0], [offload])
+            elif last_output is not None:
+                G.wait_for(waits[offload], [last_output])
+    _hold_starts(forward)
+
+
+def _activation(offload: fx.Node) -> fx.Node:
+    found = offload.args[0]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _is_made(node: object) -> bool:
+    """Whether `node` is a tensor that the graph computes."""
+    made = isinstance(node, fx.Node) and node.op == "call_function" and not G.is_transfer(node)
+    return made and G.tensor(node) is not None  # type: ignore[arg-type]
+
+
+def _by_start(forward: fx.Graph, max_in_flight: int) -> list[list[fx.Node]]:
+    """The offloads of each storage, in the order they start in, after moving those of what is read late.
+
+    Late is behind the place of the wait: a wait lets memory go, and nothing may read it afterwards.
+    """
+    nodes = list(forward.nodes)
+    readers = find_readers(nodes)
+    order: dict[fx.Node, float] = {node: float(i) for i, node in enumerate(nodes)}
+    storages: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if G.is_offload(node):
+            storages.setdefault(G.view_base(_activation(node)), []).append(node)
+    for parts in storages.values():
+        for part in parts[:-1]:
+            parts[-1].prepend(part)
+    last = {parts[-1]: _last_reader(readers[base]) for base, parts in storages.items()}
+    units = list(storages.values())
+    while True:
+        units.sort(key=lambda parts: order[parts[-1]])
+        late = [
+            (parts, reader)
+            for parts, after in zip(units, units[max_in_flight:], strict=False)
+            if (reader := last[parts[-1]]) is not None and order[reader] > order[after[-1]]
+        ]
+        if not late:
+            return units
+        for parts, reader in reversed(late):
+            for part in reversed(parts):
+                reader.append(part)
+            order[parts[-1]] = order[reader] + 0.5
+
+
+def _last_reader(readers: Sequence[fx.Node]) -> fx.Node | None:
+    computing = [n for n in readers if not G.is_transfer(n)]
+    return computing[-1] if computing else None
+
+
+def _hold_starts(forward: fx.Graph) -> None:
+    """Let the readers of the next product after each start come after it."""
+    started: list[fx.Node] = []
+    for node in list(forward.nodes):
+        if G.is_offload(node):
+            started.append(node)
+        elif started and is_product(node):
+            with forward.inserting_after(node):
+                op = torch.ops.fxckpt.after.default
+                forward.create_node("call_function", op, (node, started), name=f"started_{started[-1].name}")
+            started = []
+
+
+def order_reloads(backward: fx.Graph, prefetch: int) -> None:
+    """Place the starts of the backward.
+
+    Needs: waits right before the first reader of what was reloaded; their ``first`` are the gradients that are there.
+    Leaves: each reload `prefetch` groups of waits earlier, a group being the waits for what one region starts from.
+    """
+    groups = _groups(backward)
+    begin = next((n for n in backward.nodes if n.op != "placeholder"), None)
+    arrived = _arrived(groups)
+    for i, group in enumerate(groups):
+        reloads = [w.args[0] for w in group]
+        before = i - prefetch
+        for reload in reloads:
+            assert isinstance(reload, fx.Node)
+            if before < 0:
+                assert begin is not None
+                begin.prepend(reload)
+            else:
+                groups[before][0].prepend(reload)
+                G.wait_for(reload, arrived[before])
+        if prefetch and i:
+            for wait in groups[max(before, 0)]:
+                G.wait_for(wait, reloads)  # type: ignore[arg-type]
+
+
+def _arrived(groups: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """The gradients each group waits for; where none are known, those of the group before, which it then reads too."""
+    found: list[list[fx.Node]] = []
+    for group in groups:
+        gradients = list(dict.fromkeys(n for wait in group for n in G.waits_for(wait)))
+        if not gradients and found:
+            gradients = found[-1]
+            for wait in group:
+                G.wait_for(wait, gradients)
+        found.append(gradients)
+    return found
+
+
+def _groups(backward: fx.Graph) -> list[list[fx.Node]]:
+    """The waits for reloads, in order; together those that one region starts from."""
+    groups: list[list[fx.Node]] = []
+    before: object = None
+    for node in backward.nodes:
+        if not G.is_wait_reload(node):
+            continue
+        region = _region(node)
+        if region is None or region != before:
+            groups.append([])
+        groups[-1].append(node)
+        before = region
+    return groups
+
+
+def _region(wait: fx.Node) -> tuple[int, ...] | None:
+    """The region that the first reader of what is waited for belongs to, or None where it is not recomputed."""
+    reload = wait.args[0]
+    assert isinstance(reload, fx.Node)
+    reader = min(n for n in reload.users if not G.is_transfer(n) and not G.is_order(n))
+    tag = G.tag(reader)
+    return tag.regions if tag is not None and is_recomputed(reader) else None

@@ -1,0 +1,237 @@
+"""Pinned host memory for activations of a CUDA device, copied beside the computation.
+
+Each device has two streams, one a direction, so that a reload need not wait for an offload. Order is held by events:
+a copy starts when what was enqueued before it is done, and what is enqueued after a wait starts when the copy is done.
+Memory is allocated and freed on the computing stream alone: by the wait, its next user is ordered behind the copy.
+Hence no ``record_stream``, under which memory is free only when the CPU comes to see that an event has passed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from fxckpt.errors import UnsupportedError
+from fxckpt.runtime.disk import DiskTier, OnDisk
+from fxckpt.runtime.pool import Block, PinnedPool
+from fxckpt.runtime.stats import Direction, Meter
+from fxckpt.runtime.tier import Back, Stored, Tier, packed_strides
+from fxckpt.runtime.transfer import Transfer
+
+_STAGED = 4
+"""Blocks of pinned memory between the devices and a disk, at most, in each direction."""
+
+
+class CudaTier(Tier):
+    """Pinned host memory."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.pool = PinnedPool(meter)
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[int, Direction], torch.cuda.Stream] = {}
+
+    def stream(self, device: torch.device, direction: Direction) -> torch.cuda.Stream:
+        """The stream for copies of one direction from or to `device`."""
+        assert device.index is not None
+        with self._lock:
+            if (device.index, direction) not in self._streams:
+                self._streams[device.index, direction] = torch.cuda.Stream(device)
+            return self._streams[device.index, direction]
+
+    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+        """Begin to copy `activation`."""
+        return self.send(activation, transfer)
+
+    def send(self, activation: torch.Tensor, transfer: Transfer) -> Pinned:
+        """The same, for a tier behind this one."""
+        _refuse_capture()
+        block = self.pool.take(transfer.nbytes)
+        host = block.shaped(activation, packed_strides(activation))
+        stream = self.stream(activation.device, "offload")
+        if block.read is not None:
+            stream.wait_event(block.read)
+        done = _copy(stream, host, activation, transfer, "offload")
+        return Pinned(self, block, host, activation.device, done, transfer)
+
+    def fetch(self, block: Block, host: torch.Tensor, out: torch.Tensor, start: Any, transfer: Transfer) -> Any:
+        """Begin to copy `host`, which lies in `block`, into `out`, not before event `start`; the event of its end."""
+        stream = self.stream(out.device, "reload")
+        stream.wait_event(start)
+        block.read = _copy(stream, out, host, transfer, "reload", ordered=True)
+        return block.read
+
+
+class Pinned(Stored):
+    """An activation in pinned memory, or on its way there."""
+
+    def __init__(
+        self,
+        tier: CudaTier,
+        block: Block,
+        host: torch.Tensor,
+        device: torch.device,
+        done: Any,
+        transfer: Transfer,
+    ) -> None:
+        self.host, self.block, self.done = host, block, done
+        self._tier, self._device, self._transfer = tier, device, transfer
+
+    def wait(self) -> None:
+        """Let the computing stream wait; the CPU goes on."""
+        _wait(self.done, self._device, self._transfer)
+
+    def reload(self, out: torch.Tensor) -> Back:
+        """Begin to copy into `out`, behind what the computing stream has been given."""
+        _refuse_capture()
+        start = torch.cuda.current_stream(out.device).record_event()
+        self._tier.stream(out.device, "reload").wait_event(self.done)
+        done = self._tier.fetch(self.block, self.host, out, start, self._transfer)
+        return _Coming(self, out, done, self._transfer)
+
+
+class _Coming(Back):
+    """A copy to the device that has been enqueued."""
+
+    def __init__(self, stored: Stored, out: torch.Tensor, done: Any, transfer: Transfer) -> None:
+        self.out = out
+        self._stored, self._done, self._transfer, self._waited = stored, done, transfer, False
+
+    def wait(self) -> None:
+        self._waited = True
+        _wait(self._done, self.out.device, self._transfer)
+
+    def __del__(self) -> None:
+        if not self._waited:  # given up: the memory of `out` is free only when nothing writes to it any more
+            self._done.synchronize()
+
+
+class CudaDiskTier(Tier):
+    """A disk behind a CUDA device: through pinned memory, of which only so much is used at once.
+
+    The device's memory is free when a copy has reached pinned memory; the write to the disk goes on by itself.
+    """
+
+    def __init__(self, cuda: CudaTier, disk: DiskTier) -> None:
+        self._cuda, self._disk = cuda, disk
+        self._writes: deque[Future[Any]] = deque()
+        self._reads: deque[Future[Any]] = deque()
+
+    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+        """Begin to copy `activation` to pinned memory, from where it is written."""
+        with transfer.meter.timing(transfer.step, "stall"):
+            _bounded(self._writes)
+        pinned = self._cuda.send(activation, transfer)
+        on_disk = self._disk.send(pinned.host, transfer, ready=_held(pinned.block, pinned.done.synchronize))
+        self._writes.append(on_disk.written)
+        return _Staged(self, pinned.done, on_disk, activation.device, transfer)
+
+    def fetch(self, stored: _Staged, out: torch.Tensor, transfer: Transfer) -> tuple[Future[Any], list[Any]]:
+        """Begin to read into pinned memory and on into `out`; where the event of the end will be, once read."""
+        with transfer.meter.timing(transfer.step, "stall"):
+            _bounded(self._reads)
+        block = self._cuda.pool.take(transfer.nbytes)
+        host = block.shaped(out, stored.strides)
+        start = torch.cuda.current_stream(out.device).record_event()
+        end: list[Any] = []
+
+        def on() -> None:
+            end.append(self._cuda.fetch(block, host, out, start, transfer))
+
+        if block.read is not None:
+            block.read.synchronize()
+        read = self._disk.fetch(stored.on_disk, host, then=on)
+        self._reads.append(read)
+        return read, end
+
+
+class _Staged(Stored):
+    def __init__(
+        self, tier: CudaDiskTier, copied: Any, on_disk: OnDisk, device: torch.device, transfer: Transfer
+    ) -> None:
+        self.on_disk, self.strides = on_disk, on_disk.strides
+        self._tier, self._copied, self._device, self._transfer = tier, copied, device, transfer
+
+    def wait(self) -> None:
+        _wait(self._copied, self._device, self._transfer)
+
+    def reload(self, out: torch.Tensor) -> Back:
+        read, end = self._tier.fetch(self, out, self._transfer)
+        return _Reading(self, out, read, end, self._transfer)
+
+
+class _Reading(Back):
+    def __init__(
+        self, stored: Stored, out: torch.Tensor, read: Future[Any], end: list[Any], transfer: Transfer
+    ) -> None:
+        self.out = out
+        self._stored, self._read, self._end, self._transfer = stored, read, end, transfer
+
+    def wait(self) -> None:
+        with self._transfer.meter.timing(self._transfer.step, "stall"):
+            outcome = self._read.result()
+        if outcome.error is not None:
+            raise outcome.error
+        _wait(self._end[0], self.out.device, self._transfer)
+
+    def __del__(self) -> None:
+        for event in self._end:
+            event.synchronize()
+
+
+def _copy(
+    stream: torch.cuda.Stream,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    transfer: Transfer,
+    direction: Direction,
+    ordered: bool = False,
+) -> Any:
+    """Copy on `stream`, behind what the computing stream has been given unless `ordered` already; the end's event."""
+    if not ordered:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        begin.record(stream)
+        target.copy_(source, non_blocking=True)
+        end.record(stream)
+    transfer.meter.timed(transfer.step, direction, begin, end)
+    return end
+
+
+def _wait(done: Any, device: torch.device, transfer: Transfer) -> None:
+    """Let the computing stream of `device` wait for event `done`, and measure for how long it does."""
+    stream = torch.cuda.current_stream(device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record(stream)
+    stream.wait_event(done)
+    end.record(stream)
+    transfer.meter.timed(transfer.step, "stall", begin, end)
+
+
+def _bounded(under_way: deque[Future[Any]]) -> None:
+    """Block until fewer than the allowed number are under way."""
+    while under_way and (under_way[0].done() or len(under_way) >= _STAGED):
+        under_way.popleft().result()
+
+
+def _held(block: Block, ready: Callable[[], None]) -> Callable[[], None]:
+    """`ready`, which keeps `block` in use for as long as it is kept itself."""
+
+    def call() -> None:
+        ready()
+        assert block is not None
+
+    return call
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "fxckpt: offload cannot be captured in a CUDA graph: a replay would not know whose activation it moves. "
+            'Use torch.compile(t, mode="max-autotune-no-cudagraphs"), or offload=False.'
+        )

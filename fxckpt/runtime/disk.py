@@ -1,0 +1,209 @@
+"""A disk for activations: background threads write and read one file, through a bounded staging memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from fxckpt.runtime.file import SpillFile, Staging
+from fxckpt.runtime.host import empty_packed
+from fxckpt.runtime.stats import Meter
+from fxckpt.runtime.tier import Back, Stored, Tier, is_packed, packed_strides
+from fxckpt.runtime.transfer import Transfer
+
+STAGING_BYTES = 2 << 20
+"""For each direction; an activation passes through it piece by piece, since direct access asks for aligned memory."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a background thread did: seconds of copying, checksums of the pieces, and what went wrong."""
+
+    seconds: float
+    checksums: tuple[int, ...] = ()
+    error: Exception | None = None
+
+
+class DiskTier(Tier):
+    """A file in `folder`.
+
+    Args:
+        folder: where the file is made, at the first need.
+        meter: counts the staging memory and the room taken.
+        checksum: compare what is read with what was written.
+    """
+
+    def __init__(self, folder: str, meter: Meter, checksum: bool = False) -> None:
+        self.folder = folder
+        self._meter = meter
+        self._checksum = checksum
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._file: SpillFile | None = None
+        self._lanes: dict[str, tuple[ThreadPoolExecutor, Staging]] = {}
+
+    def reserve(self, nbytes: int) -> None:
+        """Take room for `nbytes` from the disk now.
+
+        Raises:
+            OSError: it has not that much.
+        """
+        self._opened().reserve(nbytes)
+
+    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+        """Begin to write `activation` from where it lies; one with gaps is packed first."""
+        packed = activation if is_packed(activation) else empty_packed(activation).copy_(activation)
+        return self.send(packed, transfer)
+
+    def send(self, packed: torch.Tensor, transfer: Transfer, ready: Callable[[], None] | None = None) -> OnDisk:
+        """Begin to write host memory without gaps, once `ready`, called on the writing thread, has returned."""
+        file = self._opened()
+        offset = file.take(transfer.nbytes)
+        self._meter.rise("disk", transfer.nbytes)
+        pool, staging = self._lane("write")
+        box = [packed]  # emptied by the thread: the memory may go when the write is done, not when its future does
+        written = pool.submit(_write, file, offset, box, transfer.nbytes, staging, self._checksum, ready)
+        return OnDisk(self, file, offset, packed_strides(packed), transfer, written)
+
+    def fetch(self, stored: OnDisk, packed: torch.Tensor, then: Callable[[], None] | None = None) -> Future[_Outcome]:
+        """Begin to read into host memory without gaps; `then` is called on the reading thread afterwards."""
+        pool, staging = self._lane("read")
+        return pool.submit(_read, stored, packed, staging, then)
+
+    def _opened(self) -> SpillFile:
+        with self._lock:
+            if self._file is None:
+                self._file = SpillFile(self.folder)
+            return self._file
+
+    def _lane(self, direction: str) -> tuple[ThreadPoolExecutor, Staging]:
+        with self._lock:
+            if direction not in self._lanes:
+                staging = Staging(STAGING_BYTES)
+                self._meter.rise("host", STAGING_BYTES)
+                weakref.finalize(staging, self._meter.fall, "host", STAGING_BYTES).atexit = False
+                self._lanes[direction] = ThreadPoolExecutor(1, f"fxckpt-disk-{direction}"), staging
+            return self._lanes[direction]
+
+    def after_fork(self) -> None:
+        """In a child process: no threads, and no share in the parent's file."""
+        self._start()
+
+
+class OnDisk(Stored):
+    """An activation in the file, or on its way there."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        file: SpillFile,
+        offset: int,
+        strides: tuple[int, ...],
+        transfer: Transfer,
+        written: Future[_Outcome],
+    ) -> None:
+        self.file, self.offset, self.nbytes = file, offset, transfer.nbytes
+        self.written = written
+        self._tier, self.strides = tier, strides
+        self._meter, self._step = transfer.meter, transfer.step
+        weakref.finalize(self, _release, file, offset, self.nbytes, written, self._meter).atexit = False
+
+    def wait(self) -> None:
+        """Block until it is written: until then the thread reads the activation's own memory."""
+        with self._meter.timing(self._step, "stall"):
+            outcome = self.written.result()
+        self._meter.took(self._step, "offload", outcome.seconds)
+        if outcome.error is not None:
+            raise outcome.error
+
+    def reload(self, out: torch.Tensor) -> Back:
+        """Begin to read into `out`; where that has gaps, into other memory, and copy when that is waited for."""
+        packed = out if out.stride() == self.strides else empty_like_stored(out, self.strides)
+        return _Reading(self, out, packed, self._tier.fetch(self, packed))
+
+
+def empty_like_stored(out: torch.Tensor, strides: tuple[int, ...], pin: bool = False) -> torch.Tensor:
+    """Host memory for what `out` is to become, in the `strides` it was stored in."""
+    return torch.empty_strided(out.size(), strides, dtype=out.dtype, device="cpu", pin_memory=pin)
+
+
+class _Reading(Back):
+    def __init__(self, stored: OnDisk, out: torch.Tensor, packed: torch.Tensor, read: Future[_Outcome]) -> None:
+        self.out = out
+        self._stored, self._packed, self._read = stored, packed, read
+
+    def wait(self) -> None:
+        meter, step = self._stored._meter, self._stored._step
+        with meter.timing(step, "stall"):
+            outcome = self._read.result()
+            if outcome.error is None and self._packed is not self.out:
+                self.out.copy_(self._packed)
+        meter.took(step, "reload", outcome.seconds)
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def _write(
+    file: SpillFile,
+    offset: int,
+    box: list[torch.Tensor],
+    nbytes: int,
+    staging: Staging,
+    checksum: bool,
+    ready: Callable[[], None] | None,
+) -> _Outcome:
+    packed = box.pop()
+    start = time.perf_counter()
+    checksums = []
+    try:
+        if ready is not None:
+            ready()
+            start = time.perf_counter()
+        for at in range(0, nbytes, staging.nbytes):
+            length = min(staging.nbytes, nbytes - at)
+            ctypes.memmove(staging.address, packed.data_ptr() + at, length)
+            if checksum:
+                checksums.append(zlib.crc32(staging.memory[:length]))
+            file.write(offset + at, staging.blocks(length))
+    except Exception as error:  # told where the computation waits
+        return _Outcome(time.perf_counter() - start, error=error.with_traceback(None))
+    return _Outcome(time.perf_counter() - start, tuple(checksums))
+
+
+def _read(stored: OnDisk, packed: torch.Tensor, staging: Staging, then: Callable[[], None] | None) -> _Outcome:
+    start = time.perf_counter()
+    try:
+        written = stored.written.result()
+        if written.error is not None:
+            raise written.error
+        start = time.perf_counter()
+        for number, at in enumerate(range(0, stored.nbytes, staging.nbytes)):
+            length = min(staging.nbytes, stored.nbytes - at)
+            stored.file.read(stored.offset + at, staging.blocks(length))
+            if written.checksums and zlib.crc32(staging.memory[:length]) != written.checksums[number]:
+                raise OSError(errno.EIO, "what was read is not what was written (checksum)", stored.file.folder)
+            ctypes.memmove(packed.data_ptr() + at, staging.address, length)
+        if then is not None:
+            then()
+    except Exception as error:
+        return _Outcome(time.perf_counter() - start, error=error.with_traceback(None))
+    return _Outcome(time.perf_counter() - start)
+
+
+def _release(file: SpillFile, offset: int, nbytes: int, written: Future[_Outcome], meter: Meter) -> None:
+    def free(_: object) -> None:
+        file.give_back(offset, nbytes)
+        meter.fall("disk", nbytes)
+
+    written.add_done_callback(free)  # a write that is under way goes on writing there

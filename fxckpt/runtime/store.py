@@ -1,0 +1,204 @@
+"""What one transformed model has under way: where its activations go, and what that costs.
+
+The operators of a graph find the store of the model that is being called; where a transformed model was compiled into
+somebody else's function, nobody says which that is, and all such models share one store for each place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from fxckpt.errors import TransferError, UnsupportedError
+from fxckpt.runtime.cuda import CudaDiskTier, CudaTier
+from fxckpt.runtime.disk import DiskTier
+from fxckpt.runtime.host import HostTier
+from fxckpt.runtime.stats import Meter, TransferStats
+from fxckpt.runtime.tier import Tier
+from fxckpt.runtime.transfer import Transfer, make_handle, transfer_of
+
+MakeTier = Callable[[str, torch.device, Meter], Tier]
+"""``make(place, device, meter)``: the tier for activations of a device that go to a place."""
+
+
+class Store:
+    """The transfers of one transformed model, and their tiers, which are made at the first need.
+
+    Args:
+        checksum: whether what comes back from a disk is compared with what went there.
+    """
+
+    def __init__(self, checksum: bool = False) -> None:
+        self._meter = Meter()
+        self._checksum = checksum
+        self._lock = threading.Lock()
+        self._disks: dict[str, DiskTier] = {}
+        self._tiers: dict[tuple[str, str], Tier] = {}
+        _stores.add(self)
+
+    def begin_step(self) -> None:
+        """The model is called with gradients on: figures start anew."""
+        self._meter.begin()
+
+    def stats(self) -> TransferStats:
+        """Figures of the last step."""
+        return self._meter.read()
+
+    def reserve(self, place: str, nbytes: int) -> None:
+        """Make sure, before a step runs, that `nbytes` can be held at `place`, as far as that can be known.
+
+        Raises:
+            TransferError: the disk has no room for them, or the folder is not to be written to.
+        """
+        if place == "cpu" or _replacement is not None:
+            return
+        try:
+            with self._lock:
+                disk = self._disk(_folder(place))
+            disk.reserve(nbytes)
+        except OSError as error:
+            raise TransferError(
+                f"offload to disk: {_folder(place)} cannot take the {nbytes} bytes that a step offloads: {error}. Make "
+                'room, or choose another folder, fxckpt.Offload(to="disk", dir=...), or a larger every_n.'
+            ) from error
+
+    def offload(self, activation: torch.Tensor, name: str, region: str, place: str) -> torch.Tensor:
+        """Begin to move `activation` out; its handle."""
+        nbytes = activation.numel() * activation.element_size()
+        transfer = Transfer(name, region, nbytes, self._meter, self._meter.step)
+        with transfer.telling("offload"):
+            transfer.stored = self._tier(place, activation.device).offload(activation, transfer)
+        self._meter.moved(transfer.step, "offload", nbytes)
+        transfer.begin()
+        return make_handle(transfer, activation)
+
+    def _tier(self, place: str, device: torch.device) -> Tier:
+        if _replacement is not None:
+            return _replacement(place, device, self._meter)
+        with self._lock:
+            key = (place, device.type)
+            if key not in self._tiers:
+                self._tiers[key] = self._make_tier(place, device)
+            return self._tiers[key]
+
+    def _make_tier(self, place: str, device: torch.device) -> Tier:
+        if device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(f"offload from a {device.type} device is not there yet: use offload=False.")
+        if place == "cpu":
+            return HostTier() if device.type == "cpu" else CudaTier(self._meter)
+        disk = self._disk(_folder(place))
+        return disk if device.type == "cpu" else CudaDiskTier(CudaTier(self._meter), disk)
+
+    def _disk(self, folder: str) -> DiskTier:
+        """With the lock held."""
+        if folder not in self._disks:
+            self._disks[folder] = DiskTier(folder, self._meter, self._checksum)
+        return self._disks[folder]
+
+    def after_fork(self) -> None:
+        """In a child process, where a thread of the parent may have held a lock."""
+        self._lock = threading.Lock()
+        self._meter.after_fork()
+        for disk in self._disks.values():
+            disk.after_fork()
+
+
+def wait_offload(handle: torch.Tensor) -> None:
+    """Return when the activation may go from the device.
+
+    Raises:
+        TransferError: it was not copied.
+    """
+    transfer = transfer_of(handle)
+    assert transfer.stored is not None
+    with transfer.telling("offload"):
+        transfer.stored.wait()
+    transfer.end()
+
+
+def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -> torch.Tensor:
+    """Begin to bring an activation back to `device`; it may be read after :func:`wait_reload`.
+
+    Raises:
+        TransferError: there is no memory for it.
+    """
+    transfer = transfer_of(handle)
+    assert transfer.stored is not None
+    with transfer.telling("reload"):
+        out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
+        transfer.backs.append(transfer.stored.reload(out))
+    transfer.meter.moved(transfer.step, "reload", transfer.nbytes)
+    return out
+
+
+def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:
+    """Return when `out`, which :func:`reload` gave for `handle`, may be read.
+
+    Raises:
+        TransferError: it was not copied.
+    """
+    transfer = transfer_of(handle)
+    where = out.untyped_storage().data_ptr()  # unique among these, which keep their memory
+    (back,) = (b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where)
+    transfer.backs.remove(back)
+    with transfer.telling("reload"):
+        back.wait()
+
+
+# --- which store -----------------------------------------------------------------------------------------------------
+
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_shared: dict[str, Store] = {}
+_calling = threading.local()
+_replacement: MakeTier | None = None
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def calling(store: Store) -> Iterator[None]:
+    """In this context this thread calls the model of `store`."""
+    before = getattr(_calling, "store", None)
+    _calling.store = store
+    try:
+        yield
+    finally:
+        _calling.store = before
+
+
+def current(place: str) -> Store:
+    """The store of the model this thread is calling, or the one shared by models that others' functions call."""
+    found: Store | None = getattr(_calling, "store", None)
+    return found if found is not None else shared(place)
+
+
+def shared(place: str) -> Store:
+    """The store for models compiled into others' functions."""
+    return _shared.setdefault(place, Store())
+
+
+@contextlib.contextmanager
+def replaced(make: MakeTier) -> Iterator[None]:
+    """In this context activations go to tiers that `make` gives, in every thread: for tests of the graphs' order."""
+    global _replacement
+    before, _replacement = _replacement, make
+    try:
+        yield
+    finally:
+        _replacement = before
+
+
+def _folder(place: str) -> str:
+    return place.removeprefix("disk:")

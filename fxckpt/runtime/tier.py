@@ -1,0 +1,74 @@
+"""What a place for activations has to offer.
+
+A tier takes activations one by one. Both ways are begun and waited for apart, so that computation goes on between:
+
+    stored = tier.offload(activation, transfer)   begins the copy; the activation is left unchanged until
+    stored.wait()                                 returns: now its memory may go
+    back = stored.reload(out)                     begins the copy back into `out`, once or more often
+    back.wait()                                   returns: now `out` may be read
+
+Each object keeps what its copy reads or writes alive until the copy is done, whatever becomes of the objects around it.
+What an activation takes up in its place is free again when nothing refers to `stored` any more.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fxckpt.runtime.transfer import Transfer
+
+
+class Back(abc.ABC):
+    """An activation on its way back."""
+
+    out: torch.Tensor
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Return when the computation that follows may read ``out``.
+
+        Raises:
+            OSError, RuntimeError: the copy failed; ``out`` holds no activation.
+        """
+
+
+class Stored(abc.ABC):
+    """An activation in a tier, or on its way there."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Return when the activation that was offloaded may be overwritten or freed by the computation that follows.
+
+        Raises:
+            OSError, RuntimeError: the copy failed.
+        """
+
+    @abc.abstractmethod
+    def reload(self, out: torch.Tensor) -> Back:
+        """Begin to copy the activation into `out`, of its shape and dtype on its device, in any strides."""
+
+
+class Tier(abc.ABC):
+    """A place for activations."""
+
+    @abc.abstractmethod
+    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+        """Begin to copy `activation`, whose figures count for `transfer`.
+
+        Raises:
+            OSError, RuntimeError: there is no room.
+        """
+
+
+def packed_strides(shown: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor of the same shape without gaps, in the same order of dimensions where `shown` has none."""
+    return torch.empty_like(shown, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def is_packed(shown: torch.Tensor) -> bool:
+    """Whether the elements of `shown` are one run of memory."""
+    return packed_strides(shown) == shown.stride()

@@ -1,0 +1,117 @@
+"""One activation's way out and back, and the handle that stands for it in a graph.
+
+Between forward and backward a graph holds a *handle*: a CPU tensor with the activation's shape and dtype, so that sizes
+which vary from step to step are known from it, over 16 bytes of memory, in which stands the transfer's number. The
+memory belongs to a Python object that refers to the :class:`Transfer`. So a transfer lives exactly as long as the graph
+holds its handle: through a second backward with ``retain_graph=True``, and no longer than a loss that is dropped.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from fxckpt.errors import FxckptError, TransferError
+from fxckpt.runtime.stats import Meter, Step
+from fxckpt.runtime.tier import Back, Stored
+
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One activation's way out and back.
+
+    Attributes:
+        name: of the transfer, such as ``layers_3_input``.
+        region: the region that starts from the activation, such as ``layers.3``.
+        nbytes: bytes of the activation's elements.
+        meter: where its figures count.
+        step: the step they count for.
+        stored: the activation in its tier, once it has been sent.
+        in_flight: whether the device still has to keep the activation.
+        backs: reloads begun and not yet waited for.
+    """
+
+    name: str
+    region: str
+    nbytes: int
+    meter: Meter
+    step: Step
+    stored: Stored | None = None
+    in_flight: bool = False
+    backs: list[Back] = field(default_factory=list)
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def begin(self) -> None:
+        """The activation is on its way out."""
+        self.in_flight = True
+        self.meter.rise("in_flight", self.nbytes)
+
+    def end(self) -> None:
+        """The device may let the activation go."""
+        if self.in_flight:
+            self.in_flight = False
+            self.meter.fall("in_flight", self.nbytes)
+
+    def __del__(self) -> None:
+        self.end()  # given up
+
+    @contextmanager
+    def telling(self, verb: str) -> Iterator[None]:
+        """What fails in this context is told as a :class:`TransferError` that names transfer, region and bytes."""
+        try:
+            yield
+        except FxckptError:
+            raise
+        except (OSError, RuntimeError, MemoryError) as error:
+            where = f" (region {self.region})" if self.region else ""
+            raise TransferError(
+                f"{verb} of {self.name}{where}, {self.nbytes} bytes, failed: {error} The step has no result. Make "
+                "room, or use offload=False, a larger every_n, a smaller batch, or another folder, "
+                'fxckpt.Offload(to="disk", dir=...).'
+            ) from error
+
+
+_live: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
+_MARK = 0x66786B_7074  # "fxkpt": a copy of a handle's elements does not carry it
+
+
+class _Memory(array.array):  # type: ignore[type-arg]
+    """The memory of a handle."""
+
+    transfer: Transfer
+
+
+def make_handle(transfer: Transfer, activation: torch.Tensor) -> torch.Tensor:
+    """A handle of `transfer`, which it keeps alive, in the shape of `activation`."""
+    memory = _Memory("q", (transfer.number, _MARK))
+    memory.transfer = transfer
+    _live[transfer.number] = transfer
+    storage = torch.frombuffer(memory, dtype=torch.int64).untyped_storage()
+    return torch.empty(0, dtype=activation.dtype).set_(storage, 0, activation.size(), (0,) * activation.dim())
+
+
+def transfer_of(handle: torch.Tensor) -> Transfer:
+    """The transfer that `handle` stands for.
+
+    Raises:
+        TransferError: `handle` is a copy of a handle's elements, or its transfer is over.
+    """
+    storage = handle.untyped_storage()
+    number, mark = 0, 0
+    if storage.nbytes() == 16:
+        number, mark = torch.empty(0, dtype=torch.int64).set_(storage, 0, (2,), (1,)).tolist()
+    found = _live.get(number) if mark == _MARK else None
+    if found is None:
+        raise TransferError(
+            "An offloaded activation was asked for by something that is not its handle: hooks on saved tensors "
+            "(torch.autograd.graph.save_on_cpu and the like) copy what they are given. Use either them or offload=."
+        )
+    return found

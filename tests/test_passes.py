@@ -27,7 +27,7 @@ from tests.helpers import DEVICE, assert_same, train_step
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the golden texts name the device")
 NAMES = (
     *("regions", "take_over", "masks", "plan", "copy_inputs", "hold", "tags"),
-    *("partition", "release", "transfers", "rematerialize", "schedule"),
+    *("partition", "release", "transfers", "rematerialize", "schedule", "overlap"),
 )
 
 
@@ -111,11 +111,11 @@ def test_recomputation_starts_with_the_gradient_of_what_follows_it() -> None:
     """Just in time: nothing of a region is computed again before the backward reaches it."""
     record = record_of(model=Stack(depth=4))
     order = [n.name for n in record.backward.graph.nodes]
-    reloads = [n for n in record.backward.graph.nodes if G.is_reload(n)]
-    assert [n.name for n in reloads] == ["reload_blocks_2_input", "reload_blocks_0_input"]
+    waits = [n for n in record.backward.graph.nodes if G.is_wait_reload(n)]
+    assert [n.name for n in waits] == ["wait_reload_blocks_2_input", "wait_reload_blocks_0_input"]
     gradients = [i for i, n in enumerate(record.backward.graph.nodes) if n.name.startswith("tanh_backward")]
     assert len(gradients) == 4
-    assert gradients[0] < order.index(reloads[0].name) < gradients[1] < gradients[2] < order.index(reloads[1].name)
+    assert gradients[0] < order.index(waits[0].name) < gradients[1] < gradients[2] < order.index(waits[1].name)
 
 
 # ---- twice equals once -------------------------------------------------------------------------------------------

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxckpt
-from fxckpt.runtime import ops as runtime
+from fxckpt.rewrite.offload import _layout
+from fxckpt.runtime import host
 from fxckpt.transform import _say_offload_saves_nothing
 from tests.helpers import assert_close, assert_same, grads, train_step
 from tests.situations.models import Residual, Stack, stack
@@ -272,34 +276,74 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 CPU = torch.device("cpu")
 
 
+def offload(x: torch.Tensor, name: str, place: str) -> torch.Tensor:
+    handle: torch.Tensor = torch.ops.fxckpt.offload(x, name, "blocks.0", place, [])
+    torch.ops.fxckpt.wait_offload(handle, x, [])
+    return handle
+
+
+def layout(x: torch.Tensor) -> tuple[Any, Any]:
+    """As the pass gives it to ``reload``: an order of dimensions where there are no gaps, else strides."""
+    return _layout(x)
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_round_trip(name: str) -> None:
+def test_round_trip(name: str, place: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = TENSORS[name]()
     want = x.clone()
-    host = torch.ops.fxckpt.offload(x, name)
-    assert host.device == CPU
-    assert not x.numel() or host.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    assert host.untyped_storage().nbytes() == x.numel() * x.element_size(), "its own elements only"
-    back = torch.ops.fxckpt.reload(host, CPU, name)
-    strided = torch.ops.fxckpt.reload(host, CPU, name, list(torch.empty_like(x).stride()))
-    for got in (back, strided):
+    handle = offload(x, name, "cpu" if place == "cpu" else f"disk:{tmp_path}")
+    assert handle.device == CPU and handle.shape == x.shape and handle.dtype == x.dtype
+    assert handle.untyped_storage().nbytes() == 16, "no copy of the activation"
+    if not x._is_view():
+        x.zero_()
+    other = (None, list(torch.empty(x.shape).stride()))  # a compiler may have chosen others
+    for order, stride in (layout(x), *([other] if 0 not in x.stride() else [])):
+        got = torch.ops.fxckpt.reload(handle, CPU, name, order, stride, [])
+        torch.ops.fxckpt.wait_reload(got, handle, [])
         assert got.dtype == want.dtype and got.shape == want.shape and got.device == CPU
+        assert got.stride() == (x.stride() if stride is None else tuple(stride))
         assert torch.equal(got.nan_to_num(), want.nan_to_num()) if name == "nan" else torch.equal(got, want)
-    assert back.stride() == torch.empty_like(x).stride(), "dense tensors keep their order of dimensions"
+    assert not list(tmp_path.iterdir()), "the file has no name"
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_an_order_is_enough_for_what_has_no_gaps(name: str) -> None:
+    x = TENSORS[name]()
+    order, stride = layout(x)
+    packed = torch.empty_like(x, memory_format=torch.preserve_format).stride() == x.stride()
+    assert (order is not None) == packed or x.numel() == 0
+    assert stride is None or stride == list(x.stride())
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_registered_as_pytorch_asks(name: str) -> None:
-    """Schema, fake implementation, aliasing and dispatch, by PyTorch's own checks."""
-    x = TENSORS[name]()
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    checks = checks[:2] if name == "nan" else checks  # the last one compares values, and nan is not nan
-    torch.library.opcheck(torch.ops.fxckpt.offload.default, (x, name), test_utils=checks)
-    host = torch.ops.fxckpt.offload(x, name)
-    torch.library.opcheck(torch.ops.fxckpt.reload.default, (host, CPU, name), test_utils=checks)
-    stride = list(torch.empty(x.shape).stride())
-    torch.library.opcheck(torch.ops.fxckpt.reload.default, (host, CPU, name, stride), test_utils=checks)
+    """Schema and fake implementation, by PyTorch's own checks. (They copy what they are given; a handle is no copy.)"""
+    x, ops = TENSORS[name](), torch.ops.fxckpt
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.offload.default, (x, name, "blocks.0", "cpu", []), test_utils=checks)
+    handle, (order, stride) = offload(x, name, "cpu"), layout(x)
+    got = ops.reload(handle, CPU, name, order, stride, [])
+    ops.wait_reload(got, handle, [])
+    with FakeTensorMode() as mode:
+        fake = ops.reload(mode.from_tensor(handle), CPU, name, order, stride, [])
+    assert (fake.shape, fake.stride(), fake.dtype) == (got.shape, got.stride(), got.dtype)
+
+
+def test_a_copy_of_a_handle_is_refused() -> None:
+    """As hooks on saved tensors make one, such as ``torch.autograd.graph.save_on_cpu``."""
+    for x in (torch.randn(3, 4), torch.arange(4), torch.randn(2, dtype=torch.complex128)):
+        handle = offload(x, "x", "cpu")
+        copied = handle.clone()
+        with contextlib.suppress(fxckpt.TransferError):
+            got = torch.ops.fxckpt.reload(copied, CPU, "x", None, None, [])
+            assert x.is_complex(), "only its elements hold all of a handle"
+            torch.ops.fxckpt.wait_reload(got, copied, [])
+            assert torch.equal(got, x)
+        del handle
+        with pytest.raises(fxckpt.TransferError, match="save_on_cpu"):
+            torch.ops.fxckpt.reload(copied, CPU, "x", None, None, [])
 
 
 class Permuting(nn.Module):
@@ -352,7 +396,7 @@ def test_no_host_memory_is_a_transfer_error(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_host_like", full)
+        patch.setattr(host, "empty_packed", full)
         with pytest.raises(fxckpt.TransferError, match=r"blocks_1_input.*160 bytes") as info:
             run(x=x)
         assert "allocate" in str(info.value.__cause__)

@@ -76,16 +76,20 @@ def dropouts() -> nn.Module:
     return Stemmed([DropoutBlock() for _ in range(3)])
 
 
-def step(make: Callable[[], nn.Module]) -> nn.Module:
+def step(make: Callable[[], nn.Module], offload: bool = True) -> nn.Module:
     torch.manual_seed(0)
     model = make().to(DEVICE)
-    t = fxckpt.transform(model, every_n=2, offload=True, layers="blocks.*", verify=True)
+    t = fxckpt.transform(model, every_n=2, offload=offload, layers="blocks.*", verify=True)
     t(torch.randn(4, 8, device=DEVICE)).backward()
     return t
 
 
 def sabotaged(
-    monkeypatch: pytest.MonkeyPatch, after: str, change: Change, make: Callable[[], nn.Module] = residuals
+    monkeypatch: pytest.MonkeyPatch,
+    after: str,
+    change: Change,
+    make: Callable[[], nn.Module] = residuals,
+    offload: bool = True,
 ) -> str:
     """The message of the error that a step raises when `change` follows the pass `after`."""
     passes = list(pipeline.PASSES)
@@ -93,7 +97,7 @@ def sabotaged(
     passes.insert(place + 1, ("sabotage", change))
     monkeypatch.setattr(pipeline, "PASSES", tuple(passes))
     with pytest.raises(fxckpt.VerifyError) as info:
-        step(make)
+        step(make, offload)
     message = str(info.value)
     assert message.startswith("after pass 'sabotage': ")
     return message
@@ -146,15 +150,37 @@ def saved_interior(run: Any) -> fx.Node:
 
 
 def offload_of(run: Any, source: fx.Node) -> None:
-    """Move `source` to the host and back, as the transfer pass would."""
-    graph, name = run.forward.graph, "extra"
+    """Move `source` away and back, as the transfer pass would."""
+    graph, name, ops = run.forward.graph, "extra", torch.ops.fxckpt
     with graph.inserting_after(source):
-        made = graph.call_function(torch.ops.fxckpt.offload.default, (source, name))
+        made = graph.call_function(ops.offload.default, (source, name, "", "cpu", []))
     G.set_value(made, G.value(source))
-    host = add_saved(run, made)
+    with graph.inserting_before(G.output_node(graph)):
+        graph.call_function(ops.wait_offload.default, (made, source, []))
+    handle = add_saved(run, made)
     first = next(n for n in run.backward.graph.nodes if n.op != "placeholder")
     with run.backward.graph.inserting_before(first):
-        run.backward.graph.call_function(torch.ops.fxckpt.reload.default, (host, torch.device(DEVICE), name))
+        back = run.backward.graph.call_function(
+            ops.reload.default, (handle, torch.device(DEVICE), name, None, None, [])
+        )
+        run.backward.graph.call_function(ops.wait_reload.default, (back, handle, []))
+
+
+def remove_reload(run: Any) -> fx.Node:
+    """Take a reload and its wait out of the backward; the handle it read."""
+    reload = reloads(run)[0]
+    (wait,) = (n for n in reload.users if G.is_wait_reload(n))
+    run.backward.graph.erase_node(wait)
+    with run.backward.graph.inserting_before(reload):
+        zeros = run.backward.graph.call_function(aten.zeros.default, ([4, 8],))
+    reload.replace_all_uses_with(zeros)
+    run.backward.graph.erase_node(reload)
+    return reload.args[0]
+
+
+def wait_of(start: fx.Node) -> fx.Node:
+    """The wait for an offload or a reload."""
+    return next(n for n in start.users if (G.is_wait_offload(n) or G.is_wait_reload(n)) and n.args[0] is start)
 
 
 # ---- joint graph -------------------------------------------------------------------------------------------------
@@ -273,13 +299,9 @@ def test_a_free_value_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_backward_does_not_take_a_saved_value(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(run: Any) -> None:
-        taken = next(n for n in G.placeholders(run.backward.graph) if n.name.startswith("offload_"))
-        (reload,) = taken.users
-        with run.backward.graph.inserting_before(reload):
-            zeros = run.backward.graph.call_function(aten.zeros.default, ([4, 8],))
-        reload.replace_all_uses_with(zeros)
-        run.backward.graph.erase_node(reload)
-        run.backward.graph.erase_node(taken)
+        handle = reloads(run)[0].args[0]
+        remove_reload(run)
+        run.backward.graph.erase_node(handle)
 
     message = sabotaged(monkeypatch, "transfers", change)
     assert "the forward saves" in message and "offload_blocks_" in message
@@ -346,7 +368,7 @@ def test_an_offloaded_value_stays_on_the_device_as_well(monkeypatch: pytest.Monk
     assert "is offloaded and saved on the device as well" in sabotaged(monkeypatch, "transfers", change)
 
 
-def test_the_host_tensor_is_read_in_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_is_read_in_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(run: Any) -> None:
         offload = offloads(run)[0]
         with run.forward.graph.inserting_after(offload):
@@ -356,20 +378,20 @@ def test_the_host_tensor_is_read_in_the_forward(monkeypatch: pytest.MonkeyPatch)
     assert "offload_blocks_0_input must go to the backward once, and nowhere else" in message
 
 
-def test_the_host_tensor_has_a_second_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_has_a_second_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(run: Any) -> None:
         reload = reloads(run)[0]
         with run.backward.graph.inserting_after(reload):
             run.backward.graph.call_function(aten.neg.default, (reload.args[0],))
 
-    assert "must be read by its reload reload_blocks_" in sabotaged(monkeypatch, "transfers", change)
+    assert "offload_blocks_2_input must be read by reload_blocks_2_input and its wait only" in sabotaged(
+        monkeypatch, "transfers", change
+    )
 
 
 def test_a_reload_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(run: Any) -> None:
-        reload = reloads(run)[0]
-        reload.replace_all_uses_with(reload.args[0])
-        run.backward.graph.erase_node(reload)
+        remove_reload(run)
 
     message = sabotaged(monkeypatch, "transfers", change)
     assert "each offload needs one reload of its name; wrong: ['blocks_" in message
@@ -397,7 +419,7 @@ def test_a_reload_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         reload = reloads(run)[0]
         with run.backward.graph.inserting_after(reload):
             zeros = run.backward.graph.call_function(aten.zeros.default, ([4, 8],))
-        reload.replace_all_uses_with(zeros)
+        reload.replace_all_uses_with(zeros, delete_user_cb=lambda user: not G.is_wait_reload(user))
 
     assert "is read by nothing" in sabotaged(monkeypatch, "transfers", change)
 
@@ -408,6 +430,90 @@ def test_a_reload_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
         G.set_value(reload, G.tensor(reload).double())
 
     assert "gives back" in sabotaged(monkeypatch, "transfers", change)
+
+
+def test_a_reload_with_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        reload = reloads(run)[0]
+        G.set_value(reload, G.tensor(reload).t().contiguous().t())
+
+    assert "gives back other strides" in sabotaged(monkeypatch, "transfers", change)
+
+
+@pytest.mark.parametrize("start", [offloads, reloads])
+def test_a_transfer_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch, start: Callable[[Any], Any]) -> None:
+    def change(run: Any) -> None:
+        wait = wait_of(start(run)[0])
+        wait.graph.erase_node(wait)
+
+    assert "must be waited for once" in sabotaged(monkeypatch, "overlap", change)
+
+
+@pytest.mark.parametrize("start", [offloads, reloads])
+def test_a_transfer_that_is_waited_for_twice(monkeypatch: pytest.MonkeyPatch, start: Callable[[Any], Any]) -> None:
+    def change(run: Any) -> None:
+        wait = wait_of(start(run)[0])
+        with wait.graph.inserting_after(wait):
+            wait.graph.node_copy(wait)
+
+    assert "must be waited for once" in sabotaged(monkeypatch, "overlap", change)
+
+
+def test_a_wait_that_lets_another_activation_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        first, second = offloads(run)
+        wait_of(first).update_arg(1, second.args[0])
+
+    assert "must be waited for once, with addmm, in the forward" in sabotaged(monkeypatch, "overlap", change)
+
+
+def test_an_activation_is_read_after_it_was_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        offloads(run)[0].append(wait_of(offloads(run)[0]))
+
+    message = sabotaged(monkeypatch, "transfers", change)
+    assert "reads addmm after wait_offload_blocks_0_input let it go" in message
+
+
+def test_a_view_of_an_activation_is_read_after_it_was_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        graph, source = run.forward.graph, offloads(run)[0].args[0]
+        with graph.inserting_after(source):
+            view = graph.call_function(aten.t.default, (source,))
+        with graph.inserting_before(G.output_node(graph)):
+            graph.call_function(aten.neg.default, (view,))
+
+    assert "neg_default reads addmm after" in sabotaged(monkeypatch, "transfers", change)
+
+
+def test_an_activation_is_read_before_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        wait = wait_of(reloads(run)[0])
+        G.output_node(run.backward.graph).prepend(wait)
+
+    assert "before wait_reload_blocks_2_input" in sabotaged(monkeypatch, "overlap", change)
+
+
+def test_too_many_offloads_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        for offload in offloads(run):
+            G.output_node(run.forward.graph).prepend(wait_of(offload))
+
+    five = lambda: Stemmed([Residual(8) for _ in range(5)])  # noqa: E731
+    message = sabotaged(monkeypatch, "overlap", change, five)
+    assert "at offload_blocks_4_input more than 2 offloads are under way" in message
+
+
+def test_too_many_reloads_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(run: Any) -> None:
+        first = next(n for n in run.backward.graph.nodes if n.op != "placeholder")
+        for reload in reloads(run):
+            reload.update_arg(5, [])
+            first.prepend(reload)
+
+    five = lambda: Stemmed([Residual(8) for _ in range(5)])  # noqa: E731
+    message = sabotaged(monkeypatch, "overlap", change, five)
+    assert "at reload_blocks_4_input reloads for more than 2 regions are under way" in message
 
 
 # ---- state -------------------------------------------------------------------------------------------------------
@@ -474,7 +580,7 @@ def test_a_recompute_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None
         reader = next(u for u in value.users if u is not node)
         reader.append(node)
 
-    assert "before its recompute may start" in sabotaged(monkeypatch, "schedule", change)
+    assert "before its recompute may start" in sabotaged(monkeypatch, "schedule", change, offload=False)
 
 
 def test_an_order_node_that_something_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,4 +590,4 @@ def test_an_order_node_that_something_reads(monkeypatch: pytest.MonkeyPatch) -> 
         with graph.inserting_after(node):
             graph.call_function(aten.neg.default, (node,))
 
-    assert "nothing may read it" in sabotaged(monkeypatch, "schedule", change)
+    assert "nothing may read it" in sabotaged(monkeypatch, "schedule", change, offload=False)

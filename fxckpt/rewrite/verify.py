@@ -164,14 +164,14 @@ def _check_starts(backward: fx.Graph, where: str) -> None:
     """A recomputed region reads what it starts from after its start node, which reads nothing recomputed for it."""
     started: dict[object, set[fx.Node]] = {}
     for node in backward.nodes:
-        if G.is_order(node):
+        if G.is_order(node) or G.is_wait_reload(node):
             started.setdefault(node.args[0], set()).add(node)
             if any(u.op != "output" for u in node.users):
                 raise VerifyError(f"{where}: {node.name} only orders; nothing may read it.")
     seen: set[fx.Node] = set()
     for node in backward.nodes:
         tag = G.tag(node)
-        if G.is_order(node):
+        if G.is_order(node) or G.is_wait_reload(node):
             seen.add(node)
         elif node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR:
             for value in node.all_input_nodes:

@@ -20,7 +20,7 @@ from fxckpt.errors import UnsupportedError
 from fxckpt.runtime.disk import DiskTier, OnDisk
 from fxckpt.runtime.pool import Block, PinnedPool
 from fxckpt.runtime.stats import Direction, Meter
-from fxckpt.runtime.tier import Back, Stored, Tier, packed_strides
+from fxckpt.runtime.tier import Back, Stored, Tier, fill, packed_strides
 from fxckpt.runtime.transfer import Transfer
 
 _STAGED = 4
@@ -197,7 +197,7 @@ def _copy(
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream):
         begin.record(stream)
-        target.copy_(source, non_blocking=True)
+        fill(target, source)
         end.record(stream)
     transfer.meter.timed(transfer.step, direction, begin, end)
     return end

@@ -17,7 +17,7 @@ import torch
 from fxckpt.runtime.file import SpillFile, Staging
 from fxckpt.runtime.host import empty_packed
 from fxckpt.runtime.stats import Meter
-from fxckpt.runtime.tier import Back, Stored, Tier, is_packed, packed_strides
+from fxckpt.runtime.tier import Back, Stored, Tier, fill, is_packed, packed_strides
 from fxckpt.runtime.transfer import Transfer
 
 STAGING_BYTES = 2 << 20
@@ -148,7 +148,7 @@ class _Reading(Back):
         with meter.timing(step, "stall"):
             outcome = self._read.result()
             if outcome.error is None and self._packed is not self.out:
-                self.out.copy_(self._packed)
+                fill(self.out, self._packed)
         meter.took(step, "reload", outcome.seconds)
         if outcome.error is not None:
             raise outcome.error

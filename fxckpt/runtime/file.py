@@ -59,6 +59,8 @@ class SpillFile:
             OSError: the disk is full.
         """
         wanted = _rounded(nbytes)
+        if not wanted:
+            return 0
         with self._lock:
             self._check_process()
             fitting = [(length, offset) for offset, length in self._free if length >= wanted]
@@ -74,7 +76,7 @@ class SpillFile:
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """The piece at `offset` may be taken again."""
-        if os.getpid() == self._process:
+        if nbytes and os.getpid() == self._process:
             with self._lock:
                 self._insert(offset, _rounded(nbytes))
 

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from fxckpt.runtime.tier import Back, Stored, Tier, packed_strides
+from fxckpt.runtime.tier import Back, Stored, Tier, fill, packed_strides
 from fxckpt.runtime.transfer import Transfer
 
 
@@ -37,7 +37,7 @@ class _Copy(Stored):
 
     def reload(self, out: torch.Tensor) -> Back:
         with self._meter.timing(self._step, "reload", "stall"):
-            out.copy_(self._host)
+            fill(out, self._host)
         return _Done(out)
 
 

@@ -19,7 +19,7 @@ from fxckpt.runtime.cuda import CudaDiskTier, CudaTier
 from fxckpt.runtime.disk import DiskTier
 from fxckpt.runtime.host import HostTier
 from fxckpt.runtime.stats import Meter, TransferStats
-from fxckpt.runtime.tier import Tier
+from fxckpt.runtime.tier import Tier, own_elements
 from fxckpt.runtime.transfer import Transfer, make_handle, transfer_of
 
 MakeTier = Callable[[str, torch.device, Meter], Tier]
@@ -69,10 +69,11 @@ class Store:
 
     def offload(self, activation: torch.Tensor, name: str, region: str, place: str) -> torch.Tensor:
         """Begin to move `activation` out; its handle."""
-        nbytes = activation.numel() * activation.element_size()
+        own = own_elements(activation)
+        nbytes = own.numel() * own.element_size()
         transfer = Transfer(name, region, nbytes, self._meter, self._meter.step)
         with transfer.telling("offload"):
-            transfer.stored = self._tier(place, activation.device).offload(activation, transfer)
+            transfer.stored = self._tier(place, own.device).offload(own, transfer)
         self._meter.moved(transfer.step, "offload", nbytes)
         transfer.begin()
         return make_handle(transfer, activation)
@@ -131,7 +132,7 @@ def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -
     assert transfer.stored is not None
     with transfer.telling("reload"):
         out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
-        transfer.backs.append(transfer.stored.reload(out))
+        transfer.backs.append(transfer.stored.reload(own_elements(out)))
     transfer.meter.moved(transfer.step, "reload", transfer.nbytes)
     return out
 
@@ -144,7 +145,7 @@ def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:
     """
     transfer = transfer_of(handle)
     where = out.untyped_storage().data_ptr()  # unique among these, which keep their memory
-    (back,) = (b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where)
+    back = next(b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where)
     transfer.backs.remove(back)
     with transfer.telling("reload"):
         back.wait()

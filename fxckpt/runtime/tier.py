@@ -72,3 +72,25 @@ def packed_strides(shown: torch.Tensor) -> tuple[int, ...]:
 def is_packed(shown: torch.Tensor) -> bool:
     """Whether the elements of `shown` are one run of memory."""
     return packed_strides(shown) == shown.stride()
+
+
+def own_elements(shown: torch.Tensor) -> torch.Tensor:
+    """A view of `shown` with each element once where it was expanded."""
+    sizes = [1 if stride == 0 else size for size, stride in zip(shown.size(), shown.stride(), strict=True)]
+    return shown if sizes == list(shown.size()) else shown.as_strided(sizes, shown.stride())
+
+
+def fill(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` into `out`, also where elements of `out` lie over each other (and so have equal values)."""
+    reach = 1
+    for stride, size in sorted(zip(out.stride(), out.size(), strict=True)):
+        if size > 1 and stride < reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        out.copy_(source, non_blocking=True)
+        return
+    length = 1 + sum((size - 1) * stride for size, stride in zip(out.size(), out.stride(), strict=True))
+    places = torch.arange(length, device=out.device).as_strided(out.size(), out.stride())
+    values = source.to(out.device, non_blocking=True)
+    out.as_strided((length,), (1,)).scatter_(0, places.reshape(-1), values.reshape(-1))

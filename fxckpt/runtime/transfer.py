@@ -73,8 +73,8 @@ class Transfer:
         except (OSError, RuntimeError, MemoryError) as error:
             where = f" (region {self.region})" if self.region else ""
             raise TransferError(
-                f"{verb} of {self.name}{where}, {self.nbytes} bytes, failed: {error} The step has no result. Make "
-                "room, or use offload=False, a larger every_n, a smaller batch, or another folder, "
+                f"{verb} of {self.name}{where}, {self.nbytes} bytes, failed: {str(error).rstrip('.')}. The step has no "
+                "result. Make room, or use offload=False, a larger every_n, a smaller batch, or another folder, "
                 'fxckpt.Offload(to="disk", dir=...).'
             ) from error
 

@@ -37,7 +37,6 @@ def order_offloads(forward: fx.Graph, max_in_flight: int) -> None:
     if not units:
         return
     waits = {n.args[0]: n for n in forward.nodes if G.is_wait_offload(n)}
-    last_output = max((n for n in G.output_args(forward) if _is_made(n)), default=None)
     for i, unit in enumerate(units):
         next_unit = units[i + max_in_flight] if i + max_in_flight < len(units) else None
         for offload in unit:
@@ -45,9 +44,28 @@ def order_offloads(forward: fx.Graph, max_in_flight: int) -> None:
                 next_unit[0].prepend(waits[offload])
                 G.wait_for(waits[offload], [_activation(next_unit[0])])
                 G.wait_for(next_unit[0], [offload])
-            elif last_output is not None:
-                G.wait_for(waits[offload], [last_output])
+    _place_last_waits(forward, [waits[o] for unit in units[-max_in_flight:] for o in unit], units[-1][-1])
     _hold_starts(forward)
+
+
+def _place_last_waits(forward: fx.Graph, waits: Sequence[fx.Node], last_start: fx.Node) -> None:
+    """Wait for what is under way at the end where the last product is there, which for a language model are the logits.
+
+    What is left to do then, a loss, is short, and what it needs in memory is wide.
+    """
+    nodes = list(forward.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    readers = find_readers(nodes)
+    product = next((n for n in reversed(nodes[order[last_start] :]) if is_product(n)), None)
+    output = max((n for n in G.output_args(forward) if _is_made(n)), default=None)
+    for wait in reversed(waits):
+        if product is None:
+            G.wait_for(wait, [] if output is None else [output])
+            continue
+        reader = _last_reader(readers[G.view_base(wait.all_input_nodes[1])])
+        after = product if reader is None else max(product, reader, key=order.__getitem__)
+        after.append(wait)
+        G.wait_for(wait, [product])
 
 
 def _activation(offload: fx.Node) -> fx.Node:

@@ -174,8 +174,7 @@ class _Reading(Back):
     def wait(self) -> None:
         with self._transfer.meter.timing(self._transfer.step, "stall"):
             outcome = self._read.result()
-        if outcome.error is not None:
-            raise outcome.error
+        outcome.check()
         _wait(self._end[0], self.out.device, self._transfer)
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import threading
@@ -25,12 +26,26 @@ STAGING_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What a background thread did: seconds of copying, checksums of the pieces, and what went wrong."""
 
     seconds: float
     checksums: tuple[int, ...] = ()
     error: Exception | None = None
+
+    def check(self) -> None:
+        """Raise what went wrong.
+
+        A copy of it: what is raised comes to hold the frames it passes through, these hold the graph's handles, and a
+        handle this object.
+
+        Raises:
+            OSError, RuntimeError: something did.
+        """
+        if isinstance(self.error, OSError):
+            raise copy.copy(self.error)
+        if self.error is not None:
+            raise RuntimeError(f"{type(self.error).__name__}: {self.error}")
 
 
 class DiskTier(Tier):
@@ -76,7 +91,7 @@ class DiskTier(Tier):
         written = pool.submit(_write, file, offset, box, transfer.nbytes, staging, self._checksum, ready)
         return OnDisk(self, file, offset, packed_strides(packed), transfer, written)
 
-    def fetch(self, stored: OnDisk, packed: torch.Tensor, then: Callable[[], None] | None = None) -> Future[_Outcome]:
+    def fetch(self, stored: OnDisk, packed: torch.Tensor, then: Callable[[], None] | None = None) -> Future[Outcome]:
         """Begin to read into host memory without gaps; `then` is called on the reading thread afterwards."""
         pool, staging = self._lane("read")
         return pool.submit(_read, stored, packed, staging, then)
@@ -111,7 +126,7 @@ class OnDisk(Stored):
         offset: int,
         strides: tuple[int, ...],
         transfer: Transfer,
-        written: Future[_Outcome],
+        written: Future[Outcome],
     ) -> None:
         self.file, self.offset, self.nbytes = file, offset, transfer.nbytes
         self.written = written
@@ -124,8 +139,7 @@ class OnDisk(Stored):
         with self._meter.timing(self._step, "stall"):
             outcome = self.written.result()
         self._meter.took(self._step, "offload", outcome.seconds)
-        if outcome.error is not None:
-            raise outcome.error
+        outcome.check()
 
     def reload(self, out: torch.Tensor) -> Back:
         """Begin to read into `out`; where that has gaps, into other memory, and copy when that is waited for."""
@@ -139,7 +153,7 @@ def empty_like_stored(out: torch.Tensor, strides: tuple[int, ...], pin: bool = F
 
 
 class _Reading(Back):
-    def __init__(self, stored: OnDisk, out: torch.Tensor, packed: torch.Tensor, read: Future[_Outcome]) -> None:
+    def __init__(self, stored: OnDisk, out: torch.Tensor, packed: torch.Tensor, read: Future[Outcome]) -> None:
         self.out = out
         self._stored, self._packed, self._read = stored, packed, read
 
@@ -150,8 +164,7 @@ class _Reading(Back):
             if outcome.error is None and self._packed is not self.out:
                 fill(self.out, self._packed)
         meter.took(step, "reload", outcome.seconds)
-        if outcome.error is not None:
-            raise outcome.error
+        outcome.check()
 
 
 def _write(
@@ -162,7 +175,7 @@ def _write(
     staging: Staging,
     checksum: bool,
     ready: Callable[[], None] | None,
-) -> _Outcome:
+) -> Outcome:
     packed = box.pop()
     start = time.perf_counter()
     checksums = []
@@ -177,16 +190,15 @@ def _write(
                 checksums.append(zlib.crc32(staging.memory[:length]))
             file.write(offset + at, staging.blocks(length))
     except Exception as error:  # told where the computation waits
-        return _Outcome(time.perf_counter() - start, error=error.with_traceback(None))
-    return _Outcome(time.perf_counter() - start, tuple(checksums))
+        return Outcome(time.perf_counter() - start, error=error.with_traceback(None))
+    return Outcome(time.perf_counter() - start, tuple(checksums))
 
 
-def _read(stored: OnDisk, packed: torch.Tensor, staging: Staging, then: Callable[[], None] | None) -> _Outcome:
+def _read(stored: OnDisk, packed: torch.Tensor, staging: Staging, then: Callable[[], None] | None) -> Outcome:
     start = time.perf_counter()
     try:
         written = stored.written.result()
-        if written.error is not None:
-            raise written.error
+        written.check()
         start = time.perf_counter()
         for number, at in enumerate(range(0, stored.nbytes, staging.nbytes)):
             length = min(staging.nbytes, stored.nbytes - at)
@@ -197,11 +209,11 @@ def _read(stored: OnDisk, packed: torch.Tensor, staging: Staging, then: Callable
         if then is not None:
             then()
     except Exception as error:
-        return _Outcome(time.perf_counter() - start, error=error.with_traceback(None))
-    return _Outcome(time.perf_counter() - start)
+        return Outcome(time.perf_counter() - start, error=error.with_traceback(None))
+    return Outcome(time.perf_counter() - start)
 
 
-def _release(file: SpillFile, offset: int, nbytes: int, written: Future[_Outcome], meter: Meter) -> None:
+def _release(file: SpillFile, offset: int, nbytes: int, written: Future[Outcome], meter: Meter) -> None:
     def free(_: object) -> None:
         file.give_back(offset, nbytes)
         meter.fall("disk", nbytes)

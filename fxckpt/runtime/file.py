@@ -121,7 +121,7 @@ class SpillFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-            self._direct = not _set_direct(self._fd, False)  # the file system took the flag, and does not mean it
+            self._direct = _set_direct(self._fd, False)  # the file system took the flag, and does not mean it
             done = move(self._fd, memory, offset)  # type: ignore[operator]
         if done <= 0:
             raise OSError(errno.EIO, f"{len(memory)} bytes at {offset} were not moved", self.folder)

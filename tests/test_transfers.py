@@ -1,0 +1,322 @@
+"""When transfers start and when they are waited for: right under any timing, and no earlier or later than allowed.
+
+Numbers are checked on the hostile device (`tests/hostile.py`); removing each wait shows that such a test can fail.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor.utils import run_and_get_code
+
+import fxckpt
+from fxckpt import graph as G
+from fxckpt import pipeline
+from fxckpt.pipeline import GraphRecord
+from tests.helpers import Step, boundary_layers, differences, grads, train_step
+from tests.hostile import Late, hostile
+from tests.situations.models import Batch, Residual, Stack, stack
+from tests.test_runtime import ORDERS, Run, Xs, inputs
+from tests.zoo import build
+
+MODELS = ["llama", "t5", "albert", "swin", "whisper", "plain_conv_tower_bn"]
+"""Decoder; encoder states read by every decoder layer; one block called often; stages; convolutions, buffers."""
+
+
+class Skips(nn.Module):
+    """Each activation of the way down is read again on the way up, as in a U-net."""
+
+    def __init__(self, n: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Residual(8) for _ in range(2 * n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.stem(x), []
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
+            kept.append(x)
+            x = block(x)
+        for block in self.blocks[half:]:
+            x = block(x) + kept.pop()
+        return x.square().mean()
+
+
+def skips() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    return Skips(), {"x": torch.randn(5, 8)}
+
+
+def stemmed() -> tuple[nn.Module, Batch]:
+    """Five blocks, the first of which reads a computed value too."""
+    torch.manual_seed(0)
+    return Stemmed(), {"x": torch.randn(5, 8)}
+
+
+class Stemmed(Stack):
+    def __init__(self) -> None:
+        super().__init__([Residual(8) for _ in range(5)])
+        self.stem = nn.Linear(8, 8)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return super().hidden(self.stem(x))
+
+
+def transformed(model: nn.Module, layers: Any = "blocks.*", **settings: Any) -> nn.Module:
+    return fxckpt.transform(model, **{"layers": layers, "offload": True, "verify": True, **settings})
+
+
+def of_zoo(name: str) -> tuple[nn.Module, Batch, Any]:
+    model, batch = build(name)
+    return model, batch, boundary_layers(name, model)
+
+
+# ---- numbers on the hostile device -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", Late)
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_of_real_models(name: str, late: Late) -> None:
+    model, batch, layers = of_zoo(name)
+    want = train_step(transformed(model, layers, offload=False), model, batch)
+    model, batch, layers = of_zoo(name)
+    t = transformed(model, layers)
+    with hostile(1, late, poison=True) as tier:
+        got = train_step(t, model, batch)
+    assert not differences(got.values(), want.values())
+    assert len(tier.log) == 4 * sum(len(r.transfers) for r in fxckpt.graphs(t)) > 0
+
+
+@pytest.mark.parametrize(("max_in_flight", "prefetch"), [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2), (9, 9)])
+@pytest.mark.parametrize("make", [stemmed, skips])
+def test_hundreds_of_timings(make: Callable[[], tuple[nn.Module, Batch]], max_in_flight: int, prefetch: int) -> None:
+    model, batch = make()
+    want = train_step(model, model, batch)
+    t = transformed(model, offload=fxckpt.Offload(max_in_flight=max_in_flight, prefetch=prefetch))
+    for seed in range(40):
+        with hostile(seed, poison=True, longest=0.0005):
+            assert not differences(train_step(t, model, batch).values(), want.values()), f"seed {seed}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_of_calls(order: Callable[[Run, Xs], None]) -> None:
+    plain, _ = stack()
+    order(plain, inputs())
+    want = grads(plain)
+    model, _ = stack()
+    t = transformed(model)
+    for seed in range(10):
+        model.zero_grad()
+        with hostile(seed, poison=True, longest=0.0005):
+            order(t, inputs())
+        assert not differences(grads(model), want)
+
+
+@pytest.mark.parametrize("late", Late)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_numbers_of_compiled_models(name: str, late: Late) -> None:
+    model, batch, layers = of_zoo(name)
+    t = transformed(model, layers)
+    run = torch.compile(t)
+    want = train_step(run, model, batch)  # on the real tier
+    for seed in range(1 if late is Late.AT_THE_WAIT else 40):
+        with hostile(seed, late, longest=0.0005):
+            assert not differences(train_step(run, model, batch).values(), want.values()), f"seed {seed}"
+
+
+# ---- each wait is needed ------------------------------------------------------------------------------------------
+
+
+def waits(run: Any) -> list[fx.Node]:
+    nodes = [*run.forward.graph.nodes, *run.backward.graph.nodes]
+    return [n for n in nodes if G.is_wait_offload(n) or G.is_wait_reload(n)]
+
+
+def without_wait(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """From here on one wait, counted through forward and backward, is missing in captured graphs."""
+
+    def remove(run: Any) -> None:
+        wait = waits(run)[number]
+        wait.graph.erase_node(wait)
+
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES, ("sabotage", remove)))
+
+
+def wrong(got: Step, want: Step) -> bool:
+    return bool(differences(got.values(), want.values()))
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_without_any_one_wait_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    model, batch = stemmed()
+    want = train_step(model, model, batch)
+    without_wait(monkeypatch, number)
+    t = transformed(model, verify=False)
+    with hostile(late=Late.AT_THE_WAIT):
+        got = train_step(t, model, batch)
+    (record,) = fxckpt.graphs(t)
+    assert len(record.transfers) == 5, "ten waits"
+    assert wrong(got, want)
+
+
+@pytest.mark.parametrize("number", [0, 4, 5, 9])
+def test_without_a_wait_compiled_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    model, batch = stemmed()
+    want = train_step(model, model, batch)
+    without_wait(monkeypatch, number)
+    t = transformed(model, verify=False)
+    with torch._inductor.config.patch(force_disable_caches=True), hostile(late=Late.AT_THE_WAIT):
+        got = train_step(torch.compile(t), model, batch)
+    assert got.loss.isnan() or any(g is not None and g.isnan().any() for g in got.grads.values())
+    assert wrong(got, want)
+
+
+def test_a_wait_that_is_late_by_chance_shows_with_some_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that run beside the computation, not at the wait: one missing wait is seen by some of the seeds."""
+    model, batch = stemmed()
+    want = train_step(model, model, batch)
+    without_wait(monkeypatch, 9)
+    t = transformed(model, verify=False)
+    seen = 0
+    for seed in range(30):
+        with hostile(seed, longest=0.01):
+            seen += wrong(train_step(t, model, batch), want)
+    assert seen
+
+
+# ---- the window ---------------------------------------------------------------------------------------------------
+
+
+def recorded(make: Callable[[], tuple[nn.Module, Batch]], **offload: Any) -> GraphRecord:
+    model, batch = make()
+    t = transformed(model, offload=fxckpt.Offload(**offload))
+    train_step(t, model, batch)
+    (record,) = fxckpt.graphs(t)
+    return record
+
+
+def under_way(graph: fx.Graph, start: Callable[[fx.Node], bool], end: Callable[[fx.Node], bool]) -> Iterator[int]:
+    count = 0
+    for node in graph.nodes:
+        count += start(node) - end(node)
+        yield count
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("make", [stemmed, skips])
+def test_no_more_offloads_than_allowed_are_under_way(make: Callable[[], tuple[nn.Module, Batch]], limit: int) -> None:
+    record = recorded(make, max_in_flight=limit)
+    assert max(under_way(record.forward.graph, G.is_offload, G.is_wait_offload)) == limit
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_reloads_start_so_many_regions_before_their_use(prefetch: int) -> None:
+    record = recorded(stemmed, prefetch=prefetch)
+    assert max(under_way(record.backward.graph, G.is_reload, G.is_wait_reload)) == prefetch + 1
+    order = [n.name for n in record.backward.graph.nodes]
+    for block in range(5 - prefetch):
+        start = order.index(f"reload_blocks_{block}_input")
+        assert order[start + 1 : start + 2] == [f"wait_reload_blocks_{block + prefetch}_input"] or prefetch == 0
+
+
+def test_an_activation_goes_while_the_forward_still_runs() -> None:
+    """With two under way, the wait for the first stands where the third starts."""
+    record = recorded(stemmed)
+    order = [n.name for n in record.forward.graph.nodes]
+    for block in range(3):
+        wait, start = f"wait_offload_blocks_{block}_input", f"offload_blocks_{block + 2}_input"
+        assert order.index(wait) + 1 == order.index(start)
+
+
+def test_an_activation_that_is_read_late_starts_late() -> None:
+    """Its memory stays until its last reader has run: to copy it away earlier frees nothing."""
+    record = recorded(skips, max_in_flight=1)
+    order = list(record.forward.graph.nodes)
+    for offload in (n for n in order if G.is_offload(n)):
+        readers = [u for u in offload.args[0].users if not G.is_transfer(u) and not G.is_order(u)]
+        (wait,) = (u for u in offload.users if G.is_wait_offload(u))
+        assert all(order.index(u) < order.index(wait) for u in readers)
+    first = next(n for n in order if n.name == "offload_blocks_0_input")
+    last = max(order.index(u) for u in first.args[0].users if not G.is_transfer(u) and not G.is_order(u))
+    assert all(G.is_wait_offload(n) for n in order[last + 1 : order.index(first)])
+
+
+# ---- the order that Inductor keeps --------------------------------------------------------------------------------
+
+CALL = re.compile(r"(?:buf\d+ = )?(torch\.ops\.fxckpt\.\w+|extern_kernels\.\w+|cpp_fused\w*|torch\.ops\.aten\.\w+)")
+
+
+def generated(t: nn.Module, batch: Batch, **options: Any) -> list[list[str]]:
+    """The calls of the generated forward and backward, in order: ``offload blocks_1_input``, ``mm``, ..."""
+
+    def run() -> None:
+        torch.compile(t, options=options)(**batch).backward()
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(run)
+    return [calls(code) for code in codes if "fxckpt" in code]
+
+
+def calls(code: str) -> list[str]:
+    found, named = [], {}
+    for line in code.splitlines():
+        text = line.strip()
+        match = CALL.match(text)
+        if match is None:
+            continue
+        call = match.group(1).rsplit(".", 1)[-1]
+        if call in ("offload", "reload"):
+            transfer = re.search(r"'(\w+_input)'", text).group(1)
+            named[text.partition(" = ")[0]] = transfer
+            call = f"{call} {transfer}"
+        elif call.startswith("wait_"):
+            first = re.search(r"\((\w+),", text).group(1)
+            call = f"{call} {transfer_of(first, named, code)}"
+        found.append(call)
+    return found
+
+
+def transfer_of(buffer: str, named: dict[str, str], code: str) -> str:
+    """The transfer whose start gave `buffer`, perhaps through another name."""
+    while buffer not in named:
+        buffer = re.search(rf"^\s*{buffer} = (\w+)", code, re.MULTILINE).group(1)
+    return named[buffer]
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_inductor_keeps_the_order(reorder: bool) -> None:
+    model, batch = stemmed()
+    t = transformed(model)
+    forward, backward = generated(t, batch, reorder_for_peak_memory=reorder)
+    (record,) = fxckpt.graphs(t)
+    for text, gm in ((forward, record.forward), (backward, record.backward)):
+        want = [n for n in gm.graph.nodes if G.is_transfer(n)]
+        names = [re.sub(r"(wait_)?(offload|reload)_", r"\1\2 ", n.name, count=1) for n in want]
+        assert [c for c in text if "_input" in c] == names
+    for block in range(1, 5):  # a product of the block before stands between one start and the next
+        start, later = (forward.index(f"offload blocks_{b}_input") for b in (block - 1, block))
+        assert any("mm" in c for c in forward[start:later])
+    for block in range(1, 5):
+        start, later = (backward.index(f"wait_reload blocks_{b}_input") for b in (block, block - 1))
+        assert sum("mm" in c for c in backward[start:later]) >= 4, "a region's recompute and gradients"
+        begun = backward.index(f"reload blocks_{block - 1}_input")
+        assert backward[begun + 1] == f"wait_reload blocks_{block}_input"
+
+
+def test_an_offload_costs_no_fusion() -> None:
+    """What makes an activation is fused with what reads it, as without offload."""
+
+    def kernels(offload: bool) -> int:
+        torch.compiler.reset()
+        model, batch = stemmed()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            t = transformed(model, offload=offload)
+            _, codes = run_and_get_code(lambda: torch.compile(t)(**batch).backward())
+        return sum(c.startswith("cpp_fused") for code in codes for c in calls(code))
+
+    assert kernels(True) == kernels(False)

@@ -249,7 +249,8 @@ def _overlap(run: _Run) -> None:
     offload = run.request.settings.offload
     if offload is not None and run.transfers:
         order_offloads(run.forward.graph, offload.max_in_flight)
-        order_reloads(run.backward.graph, offload.prefetch)
+        inputs = {n.name for n in G.placeholders(run.forward.graph)}
+        order_reloads(run.backward.graph, offload.prefetch, inputs)
 
 
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (

@@ -192,7 +192,7 @@ def explain(transformed: nn.Module) -> Explanation:
     """
     records = graphs(transformed)
     state = state_of(transformed)
-    return explain_records(records, state.settings, type(state.model).__name__)
+    return explain_records(records, state.settings, type(state.model).__name__, state.transfer_stats())
 
 
 def to_networkx(record: GraphRecord | nn.Module) -> Any:

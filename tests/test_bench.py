@@ -103,12 +103,13 @@ def plain_model(tmp_path: Path) -> Path:
         ("eager", Variant("eager")),
         (" compile ", Variant("compile")),
         ("hf-eager@2", Variant("hf-eager", 2)),
-        ("hf-eager@2+offload", Variant("hf-eager", 2, True)),
+        ("hf-eager@2+offload", Variant("hf-eager", 2, "offload")),
         ("hf-compile@1", Variant("hf-compile", 1)),
         ("torch-budget@0.5", Variant("torch-budget", 0.5)),
         ("torch-budget@0", Variant("torch-budget", 0)),
         ("fxckpt-plain@3", Variant("fxckpt-plain", 3)),
-        ("fxckpt@12+offload", Variant("fxckpt", 12, True)),
+        ("fxckpt@12+offload", Variant("fxckpt", 12, "offload")),
+        ("fxckpt-plain@1+disk", Variant("fxckpt-plain", 1, "disk")),
     ],
 )
 def test_variants_are_parsed(text: str, wanted: Variant) -> None:
@@ -129,7 +130,8 @@ def test_variants_are_parsed(text: str, wanted: Variant) -> None:
         ("torch-budget@2", "a fraction between 0 and 1"),
         ("torch-budget@nan", "a fraction between 0 and 1"),
         ("compile+offload", "takes nothing after +"),
-        ("fxckpt@1+disk", "takes only fxckpt@n+offload"),
+        ("fxckpt@1+tape", "takes only fxckpt@n+offload|+disk"),
+        ("hf-eager@1+disk", "takes only hf-eager@n+offload"),
     ],
 )
 def test_what_is_no_variant_is_told(text: str, message: str) -> None:

@@ -18,6 +18,7 @@ import fxckpt
 from fxckpt import graph as G
 from fxckpt import pipeline
 from fxckpt.pipeline import GraphRecord
+from fxckpt.rewrite.lifetimes import bytes_alive
 from tests.helpers import Step, boundary_layers, differences, grads, train_step
 from tests.hostile import Late, hostile
 from tests.situations.models import Batch, Residual, Stack, stack
@@ -217,11 +218,47 @@ def test_no_more_offloads_than_allowed_are_under_way(make: Callable[[], tuple[nn
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_reloads_start_so_many_regions_before_their_use(prefetch: int) -> None:
     record = recorded(stemmed, prefetch=prefetch)
-    assert max(under_way(record.backward.graph, G.is_reload, G.is_wait_reload)) == prefetch + 1
+    assert max(under_way(record.backward.graph, G.is_reload, G.is_wait_reload)) == max(prefetch, 1)
     order = [n.name for n in record.backward.graph.nodes]
-    for block in range(5 - prefetch):
+    waits = [order.index(f"wait_reload_blocks_{block}_input") for block in range(5)]
+    assert waits == sorted(waits, reverse=True)
+    for block in range(5):
         start = order.index(f"reload_blocks_{block}_input")
-        assert order[start + 1 : start + 2] == [f"wait_reload_blocks_{block + prefetch}_input"] or prefetch == 0
+        if prefetch == 0:
+            assert start + 1 == waits[block]
+        else:
+            assert start < waits[min(block + prefetch - 1, 4)]
+            assert block + prefetch > 4 or waits[block + prefetch] < start
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "whisper"])
+def test_a_prefetch_does_not_lift_the_peak(name: str) -> None:
+    """By the lifetimes of the graph's own storages."""
+    peaks = {}
+    for prefetch in (0, 1):
+        model, batch, layers = of_zoo(name)
+        t = transformed(model, layers, offload=fxckpt.Offload(prefetch=prefetch))
+        train_step(t, model, batch)
+        (record,) = fxckpt.graphs(t)
+        inputs = {n.name for n in G.placeholders(record.forward.graph)}
+        nodes = list(record.backward.graph.nodes)
+        peaks[prefetch] = max(bytes_alive(nodes, {n for n in nodes if n.name in inputs}))
+    assert peaks[1] <= peaks[0]
+
+
+def test_bytes_alive() -> None:
+    """By hand: 4 bytes an element, views free, what is returned to the end, residents not at all."""
+    graph = fx.Graph()
+    ops = torch.ops.aten
+    kept, x = graph.placeholder("kept"), graph.placeholder("x")
+    a = graph.call_function(ops.exp.default, (x,))
+    view = graph.call_function(ops.view.default, (a, [2]))
+    b = graph.call_function(ops.add.Tensor, (x, kept))
+    c = graph.call_function(ops.mul.Tensor, (view, view))
+    graph.output((b, c))
+    for node in (kept, x, a, view, b, c):
+        G.set_value(node, torch.empty(2))
+    assert bytes_alive(list(graph.nodes), {kept}) == [0, 8, 16, 16, 24, 24, 16]
 
 
 def test_an_activation_goes_while_the_forward_still_runs() -> None:
@@ -305,7 +342,8 @@ def test_inductor_keeps_the_order(reorder: bool) -> None:
         start, later = (backward.index(f"wait_reload blocks_{b}_input") for b in (block, block - 1))
         assert sum("mm" in c for c in backward[start:later]) >= 4, "a region's recompute and gradients"
         begun = backward.index(f"reload blocks_{block - 1}_input")
-        assert backward[begun + 1] == f"wait_reload blocks_{block}_input"
+        assert start < begun < later, "a region ahead"
+        assert any("mm" in c for c in backward[begun:later]), "and products are computed meanwhile"
 
 
 def test_an_offload_costs_no_fusion() -> None:

@@ -513,7 +513,7 @@ def test_too_many_reloads_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None
 
     five = lambda: Stemmed([Residual(8) for _ in range(5)])  # noqa: E731
     message = sabotaged(monkeypatch, "overlap", change, five)
-    assert "at reload_blocks_4_input reloads for more than 2 regions are under way" in message
+    assert "reloads for more than 1 regions are under way" in message
 
 
 # ---- state -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class VariantResult:
     held_bytes: int | None = None
     """Held after the forward, for the backward."""
     offloaded_bytes: int | None = None
-    """Held in host memory for the backward, by fxckpt's count."""
+    """Held in host memory or on a disk for the backward, by fxckpt's count."""
     round_seconds: list[float] = field(default_factory=list)
     """The time of a step in each round, in seconds."""
     ratio: float | None = None
@@ -47,6 +47,8 @@ class VariantResult:
     """The largest relative difference of a parameter's gradient from eager's."""
     gradient_worst: str | None = None
     """The parameter of that difference."""
+    transfers: dict[str, float] | None = None
+    """Figures of the last timed step's transfers, as ``fxckpt.stats`` gives them; None where there are none."""
 
     @property
     def seconds(self) -> float | None:
@@ -62,6 +64,11 @@ class VariantResult:
         return low, high
 
     @property
+    def stall_share(self) -> float | None:
+        """The part of a step that the computation waited for a copy."""
+        return self.transfers["stall_seconds"] / self.seconds if self.transfers and self.seconds else None
+
+    @property
     def pass_share(self) -> float | None:
         """The part of the first step that fxckpt's own passes take."""
         if self.pass_seconds is None or not self.first_step_seconds:
@@ -70,7 +77,7 @@ class VariantResult:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, those that follow from others included."""
-        derived = {"seconds": self.seconds, "spread": self.spread, "pass_share": self.pass_share}
+        derived = {name: getattr(self, name) for name in ("seconds", "spread", "stall_share", "pass_share")}
         return {**dataclasses.asdict(self), **derived}
 
 

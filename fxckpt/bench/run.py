@@ -185,7 +185,7 @@ class _Bench:
         figures = self.workers[variant].ask("figures")
         if "step_flops" in figures:
             self.step_flops[variant] = figures["step_flops"]
-        for name in ("graphs", "offloaded_bytes", "recomputed_flops", "pass_seconds", "partition_seconds"):
+        for name in ("graphs", "offloaded_bytes", "transfers", "recomputed_flops", "pass_seconds", "partition_seconds"):
             setattr(self.results[variant], name, figures.get(name))
 
     def compare_gradients(self) -> None:

@@ -51,6 +51,7 @@ def cells(result: VariantResult) -> dict[str, str]:
         "offloaded": _or_blank(result.offloaded_bytes, bytes_text),
         "step": _or_blank(result.seconds, seconds_text),
         "quartiles": _or_blank(result.spread, lambda s: spread_text(*s)),
+        "stall": _or_blank(result.stall_share, lambda s: f"{s:.1%}"),
         "ratio": _or_blank(result.ratio, lambda r: f"{r:.3f}"),
         "first step": _or_blank(result.first_step_seconds, seconds_text),
         "graphs": _or_blank(result.graphs, str),
@@ -76,8 +77,8 @@ def legend(result: BenchResult) -> str:
     transformers = f", transformers {machine['transformers']}" if machine["transformers"] else ""
     return (
         f"{MARK} Pareto frontier: no other variant is lower in peak or step, and not higher in the other.\n"
-        f"peak: {settings['peak']}. held: allocated after the forward, for the backward. offloaded: in host memory, by "
-        "fxckpt's count.\n"
+        f"peak: {settings['peak']}. held: allocated after the forward, for the backward. offloaded: in host memory or "
+        "on a disk, by fxckpt's count. stall: the part of a step that waited for a copy.\n"
         f"step: forward and backward, median of {settings['rounds']} interleaved rounds of {settings['steps']}. "
         f"ratio: median of the rounds' ratios to {baseline.variant if baseline else 'the first variant'}. "
         "first step: with an empty compile cache.\n"

@@ -3,6 +3,7 @@
     NAME           eager, compile
     NAME@n         every n-th layer is checkpointed, or a fraction of the memory
     NAME@n+offload the activations that checkpointed layers start from go to host memory
+    NAME@n+disk    they go to a disk, to a file in the folder for temporary files
 
 Another way is one more line in ``KINDS``.
 """
@@ -34,13 +35,18 @@ class Variant:
     """The name before ``@``, a key of ``KINDS``."""
     number: float = 1
     """What stands after ``@``: every n-th layer, or a fraction."""
-    offload: bool = False
-    """Whether ``+offload`` is there."""
+    option: str = ""
+    """What stands after ``+``: ``"offload"``, ``"disk"``, or nothing."""
 
     def __str__(self) -> str:
         takes = KINDS[self.kind].takes
         number = {"": "", "n": f"@{int(self.number)}", "f": f"@{self.number:g}"}[takes]
-        return f"{self.kind}{number}{'+offload' if self.offload else ''}"
+        return f"{self.kind}{number}{f'+{self.option}' if self.option else ''}"
+
+    @property
+    def offload(self) -> bool | str:
+        """What ``offload=`` is to be."""
+        return "disk" if self.option == "disk" else bool(self.option)
 
     @property
     def ours(self) -> bool:
@@ -61,8 +67,8 @@ class Kind:
     """From the model to what is called with the batch."""
     takes: Literal["", "n", "f"] = ""
     """What stands after ``@``: nothing, every n-th layer, or a fraction of 1."""
-    offload: bool = False
-    """Whether ``+offload`` is allowed."""
+    options: tuple[str, ...] = ()
+    """What may stand after ``+``."""
     compiled: bool = True
     """Whether it captures graphs."""
 
@@ -112,19 +118,23 @@ def _fxckpt_compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run
 
 KINDS: dict[str, Kind] = {
     "eager": Kind(_eager, compiled=False),
-    "hf-eager": Kind(_hf, "n", offload=True, compiled=False),
+    "hf-eager": Kind(_hf, "n", ("offload",), compiled=False),
     "compile": Kind(_compiled),
-    "hf-compile": Kind(_hf_compiled, "n", offload=True),
+    "hf-compile": Kind(_hf_compiled, "n", ("offload",)),
     "torch-budget": Kind(_budget, "f"),
-    "fxckpt-plain": Kind(_fxckpt, "n", offload=True),
-    "fxckpt": Kind(_fxckpt_compiled, "n", offload=True),
+    "fxckpt-plain": Kind(_fxckpt, "n", ("offload", "disk")),
+    "fxckpt": Kind(_fxckpt_compiled, "n", ("offload", "disk")),
 }
 
 
 def known_variants() -> str:
     """All forms, in one line."""
-    forms = (f"{name}{'@' if k.takes else ''}{k.takes}{'[+offload]' if k.offload else ''}" for name, k in KINDS.items())
+    forms = (f"{name}{'@' if k.takes else ''}{k.takes}{_options(k, '[+{}]')}" for name, k in KINDS.items())
     return f"{', '.join(forms)} (n: every n-th layer; f: fraction of the memory)"
+
+
+def _options(kind: Kind, form: str) -> str:
+    return form.format("|+".join(kind.options)) if kind.options else ""
 
 
 def parse_variant(text: str) -> Variant:
@@ -138,12 +148,12 @@ def parse_variant(text: str) -> Variant:
     if found is None or kind is None:
         raise SettingsError(f"There is no variant {text.strip()!r}. There are: {known_variants()}.")
     name, number, option = found.groups()
-    if option is not None and (option != "offload" or not kind.offload):
-        allowed = f"only {name}{f'@{kind.takes}' if kind.takes else ''}+offload" if kind.offload else "nothing after +"
+    if option is not None and option not in kind.options:
+        allowed = f"only {name}@{kind.takes}{_options(kind, '+{}')}" if kind.options else "nothing after +"
         raise SettingsError(f"Variant {text.strip()!r}: {name} takes {allowed}.")
     if not kind.takes and number is not None:
         raise SettingsError(f"Variant {text.strip()!r}: {name} takes no number; write {name}.")
-    return Variant(name, _number(text.strip(), name, number, kind.takes) if kind.takes else 1, option is not None)
+    return Variant(name, _number(text.strip(), name, number, kind.takes) if kind.takes else 1, option or "")
 
 
 def _number(text: str, name: str, number: str | None, takes: str) -> float:

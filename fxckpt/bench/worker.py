@@ -99,11 +99,13 @@ class Worker:
         """What the captured graphs tell, or for eager steps their FLOPs."""
         if self.variant.ours:
             records, report = fxckpt.graphs(self.run), fxckpt.explain(self.run)
+            moved = fxckpt.stats(self.run)
             partition = sum(r.seconds.get("partition", 0.0) for r in records)
             return {
                 "graphs": len(records),
                 "explained_saved_bytes": report.saved_bytes,
                 "offloaded_bytes": report.offloaded_bytes,
+                "transfers": moved.to_dict() if moved.offloads else None,
                 "recomputed_flops": report.recomputed_flops,
                 "pass_seconds": sum(sum(r.seconds.values()) for r in records) - partition,
                 "partition_seconds": partition,

@@ -5,7 +5,8 @@ So an activation's memory goes while later regions run, after a copy has had as 
 read late (by a whole decoder, by a skip connection) starts after its last reader, as its memory stays until then. Parts
 of one storage start together and count as one.
 
-In the backward the copy for a region starts when the recompute of the region `prefetch` before it does.
+In the backward the copy for a region starts while the region `prefetch` before it has its gradients taken: where enough
+of that region's values are gone, so that the peak does not rise.
 
 Graph order alone says this to whoever runs the graph node by node. For a compiler that orders anew, each node also
 reads what is to come before it, and is read by what is to come after it (``runtime/ops.py``):
@@ -13,19 +14,21 @@ reads what is to come before it, and is read by what is to come after it (``runt
 forward:   wait i    reads the activation of i + M; M is `max_in_flight`    | not before it is made
            offload   of i + M reads the handle of i                         | not before wait i
            after     changes the next product, reads the handle of i + M    | not much later than its activation
-backward:  reload    of region r reads the gradients that region r + P gets | not before these; P is `prefetch`
-           wait      for what region r + P starts from reads the reload     | not after it
+backward:  reload    reads the product of gradients behind which it stands | not before it
+           after     changes the next product, reads the reload            | not much later
+           wait      reads the gradients that its region gets              | not before these
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import fx
 
 from fxckpt import graph as G
-from fxckpt.rewrite.phases import find_readers, is_product, is_recomputed
+from fxckpt.rewrite.lifetimes import bytes_alive
+from fxckpt.rewrite.phases import find_gradients, find_readers, is_product, is_recomputed
 
 
 def order_offloads(forward: fx.Graph, max_in_flight: int) -> None:
@@ -130,42 +133,80 @@ def _hold_starts(forward: fx.Graph) -> None:
             started = []
 
 
-def order_reloads(backward: fx.Graph, prefetch: int) -> None:
+def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> None:
     """Place the starts of the backward.
 
     Needs: waits right before the first reader of what was reloaded; their ``first`` are the gradients that are there.
-    Leaves: each reload `prefetch` groups of waits earlier, a group being the waits for what one region starts from.
+    Leaves: each reload in the stretch of the backward `prefetch` groups of waits earlier, a group being the waits for
+    what one region starts from; there where its bytes do not lift the stretch's peak.
+
+    Args:
+        backward: the backward graph.
+        prefetch: how many groups earlier; 0 leaves reloads before their waits.
+        inputs: names of the graph's placeholders that stay in memory anyway, as what is returned does: neither counts.
     """
     groups = _groups(backward)
-    begin = next((n for n in backward.nodes if n.op != "placeholder"), None)
-    arrived = _arrived(groups)
-    for i, group in enumerate(groups):
-        reloads = [w.args[0] for w in group]
-        before = i - prefetch
-        for reload in reloads:
-            assert isinstance(reload, fx.Node)
-            if before < 0:
-                assert begin is not None
+    _wait_for_gradients(groups)
+    nodes = list(backward.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    gradients = find_gradients(nodes)
+    staying = {n for n in nodes if n.op == "placeholder" and n.name in inputs}
+    staying |= {G.view_base(n) for n in G.output_args(backward) if isinstance(n, fx.Node)}
+    alive = bytes_alive(nodes, staying)
+    starts = [order[group[0]] for group in groups]
+    first = next(i for i, n in enumerate(nodes) if n.op != "placeholder")
+    stretches = [range(a, b) for a, b in zip([first, *starts], starts, strict=False)]
+    for i, group in enumerate(groups) if prefetch else ():
+        reloads = [w.all_input_nodes[0] for w in group]
+        stretch = stretches[max(i + 1 - prefetch, 0)]
+        products = [p for p in stretch if is_product(nodes[p]) and nodes[p] in gradients]
+        place = _place(products, stretch, alive, sum(map(G.nbytes, reloads)))
+        begin = nodes[stretch.start if stretch else first]
+        if place is not None:
+            _start_behind(backward, reloads, nodes[place])
+        elif G.is_wait_reload(begin):
+            for reload in reversed(reloads):
+                begin.append(reload)
+                G.wait_for(reload, G.waits_for(begin))
+        else:
+            for reload in reloads:
                 begin.prepend(reload)
-            else:
-                groups[before][0].prepend(reload)
-                G.wait_for(reload, arrived[before])
-        if prefetch and i:
-            for wait in groups[max(before, 0)]:
-                G.wait_for(wait, reloads)  # type: ignore[arg-type]
 
 
-def _arrived(groups: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
-    """The gradients each group waits for; where none are known, those of the group before, which it then reads too."""
-    found: list[list[fx.Node]] = []
+def _place(products: Sequence[int], stretch: range, alive: Sequence[int], nbytes: int) -> int | None:
+    """The first of `products` behind which `nbytes` more do not lift the stretch's peak; the last where none is."""
+    peak = max((alive[i] for i in stretch), default=0)
+    highest, behind = 0, {}
+    for i in reversed(stretch):
+        behind[i] = highest
+        highest = max(highest, alive[i])
+    return next((p for p in products if behind[p] + nbytes <= peak), products[-1] if products else None)
+
+
+def _start_behind(backward: fx.Graph, reloads: Sequence[fx.Node], place: fx.Node) -> None:
+    """Move `reloads` behind `place`, a product, and let the readers of the next product come after them."""
+    for reload in reversed(reloads):
+        place.append(reload)
+        G.wait_for(reload, [place])
+    node = reloads[-1].next
+    while node.op != "output" and not is_product(node):
+        if G.is_wait_reload(node) and node.args[0] in reloads:
+            return
+        node = node.next
+    if node.op != "output":
+        with backward.inserting_after(node):
+            op = torch.ops.fxckpt.after.default
+            backward.create_node("call_function", op, (node, list(reloads)), name=f"started_{reloads[-1].name}")
+
+
+def _wait_for_gradients(groups: Sequence[Sequence[fx.Node]]) -> None:
+    """Let groups for which no gradients are known wait for those of the group before."""
+    known: list[fx.Node] = []
     for group in groups:
         gradients = list(dict.fromkeys(n for wait in group for n in G.waits_for(wait)))
-        if not gradients and found:
-            gradients = found[-1]
-            for wait in group:
-                G.wait_for(wait, gradients)
-        found.append(gradients)
-    return found
+        for wait in group if not gradients else ():
+            G.wait_for(wait, known)
+        known = gradients or known
 
 
 def _groups(backward: fx.Graph) -> list[list[fx.Node]]:

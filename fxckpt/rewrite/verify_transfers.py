@@ -18,7 +18,7 @@ class Limits:
 
     Attributes:
         max_in_flight: storages that are being offloaded.
-        prefetch: recomputed regions for which reloads have started, besides the one that comes next.
+        prefetch: recomputed regions for which reloads have started; with 0, the one that comes next.
     """
 
     max_in_flight: int
@@ -135,9 +135,9 @@ def check_limits(forward: fx.Graph, backward: fx.Graph, limits: Limits, where: s
     for node in backward.nodes:
         if G.is_reload(node):
             regions[_region(node)] += 1
-            if len(+regions) > limits.prefetch + 1:
+            if len(+regions) > max(limits.prefetch, 1):
                 raise VerifyError(
-                    f"{where}: at {node.name} reloads for more than {limits.prefetch + 1} regions are under way."
+                    f"{where}: at {node.name} reloads for more than {max(limits.prefetch, 1)} regions are under way."
                 )
         elif G.is_wait_reload(node):
             regions[_region(node.args[0])] -= 1

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fxckpt.runtime.stats import TransferStats
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -62,7 +64,7 @@ class SavedValue:
         shape: its sizes, as traced.
         dtype: its element type, such as ``"float32"``.
         saved_bytes: bytes of its storage, held on the device; 0 where offloaded or counted by `shares`.
-        offloaded_bytes: bytes of its copy in host memory, 0 where it stays on the device.
+        offloaded_bytes: its bytes where it was offloaded to, 0 where it stays on the device.
         shares: name of the saved value whose storage it lies in, or None.
         source: source line that made it (of an input: that reads it first), or an empty string.
     """
@@ -114,7 +116,7 @@ class RegionFigures:
         inside: name of the recomputed region around it, which then decides, or None.
         nodes: forward nodes.
         saved_bytes: bytes held on the device for backward.
-        offloaded_bytes: bytes held in host memory for backward.
+        offloaded_bytes: bytes held for backward where they were offloaded to.
         flops: floating point operations of its forward, a multiply-add counting as two.
         recomputed_flops: those of them that the backward does again.
         boundaries: the values it is recomputed from.
@@ -148,7 +150,7 @@ class GraphFigures:
         inputs: inputs that are no parameters, such as ``"int64[2, 16]"``.
         baseline_saved_bytes: bytes held on the device for backward without the rewrite.
         saved_bytes: bytes held on the device for backward with it.
-        offloaded_bytes: bytes held in host memory for backward.
+        offloaded_bytes: bytes held for backward where they were offloaded to.
         flops: floating point operations of forward and backward without any recompute.
         recomputed_flops: those that the backward adds by recomputing.
         regions: calls of boundary layers, in order.
@@ -189,11 +191,13 @@ class Explanation:
         model: class name of the model.
         settings: what ``transform`` was asked for.
         graphs: every captured graph, in order of capture.
+        transfers: what the last step's transfers took, as ``fxckpt.stats`` gives it.
     """
 
     model: str
     settings: Mapping[str, Any]
     graphs: tuple[GraphFigures, ...] = field(default=())
+    transfers: TransferStats = field(default_factory=TransferStats)
 
     @property
     def current(self) -> tuple[GraphFigures, ...]:
@@ -212,7 +216,7 @@ class Explanation:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes held in host memory for backward."""
+        """Bytes held for backward where they were offloaded to."""
         return sum(g.offloaded_bytes for g in self.current)
 
     @property
@@ -235,6 +239,7 @@ class Explanation:
             "offloaded_bytes": self.offloaded_bytes,
             "flops": self.flops,
             "recomputed_flops": self.recomputed_flops,
+            "transfers": self.transfers.to_dict(),
             "graphs": _plain(self.graphs),
         }
 

@@ -15,21 +15,25 @@ from fxckpt.decide.cost import total_flops
 from fxckpt.decide.plan import Boundary, RegionPlan
 from fxckpt.decide.policy import Treatment
 from fxckpt.pipeline import GraphRecord
+from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import count
 from fxckpt.show.data import BoundaryFigures, Explanation, GraphFigures, RegionFigures, SavedValue, Why
 
 
-def explain_records(records: Sequence[GraphRecord], settings: Settings, model: str) -> Explanation:
+def explain_records(
+    records: Sequence[GraphRecord], settings: Settings, model: str, transfers: TransferStats
+) -> Explanation:
     """Figures of the graphs of one transformed model, in order of capture.
 
     Args:
         records: its records.
         settings: what was asked for.
         model: class name of the model.
+        transfers: figures of its last step's transfers.
     """
     latest = {(r.frame.function, r.frame.root): r.frame.call for r in records}
     graphs = [_graph(r, latest[r.frame.function, r.frame.root] == r.frame.call) for r in records]
-    return Explanation(model, _settings(settings), tuple(graphs))
+    return Explanation(model, _settings(settings), tuple(graphs), transfers)
 
 
 def type_text(val: torch.Tensor) -> str:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fxckpt.runtime.stats import TransferStats
 from fxckpt.show.data import Explanation, GraphFigures, RegionFigures, SavedValue, Why
 from fxckpt.show.fold import fold_names, stem
 
@@ -33,6 +34,8 @@ def render(explanation: Explanation) -> RenderableType:
     """Tables: totals; the captured graphs where there are several; regions; saved values. Equal rows are folded."""
     current = explanation.current
     found: list[RenderableType] = [_title(explanation), _totals(explanation)]
+    if explanation.transfers.offloads:
+        found.append(_transfers(explanation.transfers))
     if len(explanation.graphs) > 1:
         found.append(_graphs(explanation.graphs))
     groups = _fold_regions(r for g in current for r in g.regions)
@@ -83,11 +86,30 @@ def _totals(explanation: Explanation) -> Table:
     table.add_row(
         "saved on the device", bytes_text(explanation.baseline_saved_bytes), bytes_text(explanation.saved_bytes)
     )
-    table.add_row("offloaded to the host", "-", bytes_text(explanation.offloaded_bytes))
+    place = {"disk": "to a disk"}.get(explanation.settings["offload"], "to the host")
+    table.add_row(f"offloaded {place}", "-", bytes_text(explanation.offloaded_bytes))
     share = explanation.recomputed_flops / explanation.flops if explanation.flops else 0.0
     table.add_row("forward and backward", flops_text(explanation.flops), flops_text(explanation.flops))
     table.add_row("recomputed on top", "-", f"{flops_text(explanation.recomputed_flops)} ({share:.1%})")
     return table
+
+
+def _transfers(stats: TransferStats) -> Table:
+    table = _table("transfers of the last step", "", "number", "bytes", "copying", left=("",))
+    table.add_row(
+        "out of the device", str(stats.offloads), bytes_text(stats.offloaded_bytes), _ms(stats.offload_seconds)
+    )
+    table.add_row("back to it", str(stats.reloads), bytes_text(stats.reloaded_bytes), _ms(stats.reload_seconds))
+    table.add_row("the computation waited", "", "", _ms(stats.stall_seconds))
+    table.add_row("most on the way out at once", "", bytes_text(stats.in_flight_bytes), "")
+    table.add_row("most in host memory", "", bytes_text(stats.host_bytes), "")
+    if stats.disk_bytes:
+        table.add_row("most on a disk", "", bytes_text(stats.disk_bytes), "")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
 
 
 def _graphs(graphs: Sequence[GraphFigures]) -> Table:

@@ -285,7 +285,7 @@ def test_an_activation_that_is_read_late_starts_late() -> None:
 
 # ---- the order that Inductor keeps --------------------------------------------------------------------------------
 
-CALL = re.compile(r"(?:buf\d+ = )?(torch\.ops\.fxckpt\.\w+|extern_kernels\.\w+|cpp_fused\w*|torch\.ops\.aten\.\w+)")
+CALL = re.compile(r"(?:buf\d+ = )?(torch\.ops\.(?:fxckpt|aten)\.\w+|extern_kernels\.\w+|cpp_fused\w*)[.\w]*\(")
 
 
 def generated(t: nn.Module, batch: Batch, **options: Any) -> list[list[str]]:

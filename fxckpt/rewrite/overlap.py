@@ -14,7 +14,7 @@ reads what is to come before it, and is read by what is to come after it (``runt
 forward:   wait i    reads the activation of i + M; M is `max_in_flight`    | not before it is made
            offload   of i + M reads the handle of i                         | not before wait i
            after     changes the next product, reads the handle of i + M    | not much later than its activation
-backward:  reload    reads the product of gradients behind which it stands | not before it
+backward:  reload    reads the gradient behind which it stands             | not before it
            after     changes the next product, reads the reload            | not much later
            wait      reads the gradients that its region gets              | not before these
 """
@@ -28,7 +28,7 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.rewrite.lifetimes import bytes_alive
-from fxckpt.rewrite.phases import find_gradients, find_readers, is_product, is_recomputed
+from fxckpt.rewrite.phases import feeds_product, find_gradients, find_readers, is_added, is_product, is_recomputed
 
 
 def order_offloads(forward: fx.Graph, max_in_flight: int) -> None:
@@ -75,6 +75,18 @@ def _activation(offload: fx.Node) -> fx.Node:
     found = offload.args[0]
     assert isinstance(found, fx.Node)
     return found
+
+
+def _is_landmark(node: fx.Node) -> bool:
+    """Whether the readers of `node` can be held behind something without costing a fusion."""
+    return is_product(node) and not is_added(node)
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    """Whether something can be held behind `node` without costing a fusion."""
+    if is_product(node):
+        return not is_added(node)
+    return node.op == "call_function" and not G.is_view(node) and G.tensor(node) is not None and feeds_product(node)
 
 
 def _is_made(node: object) -> bool:
@@ -126,7 +138,7 @@ def _hold_starts(forward: fx.Graph) -> None:
     for node in list(forward.nodes):
         if G.is_offload(node):
             started.append(node)
-        elif started and is_product(node):
+        elif started and _is_landmark(node):
             with forward.inserting_after(node):
                 op = torch.ops.fxckpt.after.default
                 forward.create_node("call_function", op, (node, started), name=f"started_{started[-1].name}")
@@ -159,8 +171,8 @@ def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> 
     for i, group in enumerate(groups) if prefetch else ():
         reloads = [w.all_input_nodes[0] for w in group]
         stretch = stretches[max(i + 1 - prefetch, 0)]
-        products = [p for p in stretch if is_product(nodes[p]) and nodes[p] in gradients]
-        place = _place(products, stretch, alive, sum(map(G.nbytes, reloads)))
+        places = [p for p in stretch if nodes[p] in gradients and _is_in_memory(nodes[p])]
+        place = _place(places, stretch, alive, sum(map(G.nbytes, reloads)))
         begin = nodes[stretch.start if stretch else first]
         if place is not None:
             _start_behind(backward, reloads, nodes[place])
@@ -173,23 +185,23 @@ def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> 
                 begin.prepend(reload)
 
 
-def _place(products: Sequence[int], stretch: range, alive: Sequence[int], nbytes: int) -> int | None:
-    """The first of `products` behind which `nbytes` more do not lift the stretch's peak; the last where none is."""
+def _place(places: Sequence[int], stretch: range, alive: Sequence[int], nbytes: int) -> int | None:
+    """The first of `places` behind which `nbytes` more do not lift the stretch's peak; the last where none is."""
     peak = max((alive[i] for i in stretch), default=0)
     highest, behind = 0, {}
     for i in reversed(stretch):
         behind[i] = highest
         highest = max(highest, alive[i])
-    return next((p for p in products if behind[p] + nbytes <= peak), products[-1] if products else None)
+    return next((p for p in places if behind[p] + nbytes <= peak), places[-1] if places else None)
 
 
 def _start_behind(backward: fx.Graph, reloads: Sequence[fx.Node], place: fx.Node) -> None:
-    """Move `reloads` behind `place`, a product, and let the readers of the next product come after them."""
+    """Move `reloads` behind `place`, and let the readers of the next product come after them."""
     for reload in reversed(reloads):
         place.append(reload)
         G.wait_for(reload, [place])
     node = reloads[-1].next
-    while node.op != "output" and not is_product(node):
+    while node.op != "output" and not _is_landmark(node):
         if G.is_wait_reload(node) and node.args[0] in reloads:
             return
         node = node.next

@@ -41,3 +41,15 @@ _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.
 def is_product(node: fx.Node) -> bool:
     """Whether `node` is a matrix product or a convolution: no compiler fuses it with what comes before it."""
     return G.overload_packet(node) in _PRODUCTS
+
+
+def feeds_product(node: fx.Node) -> bool:
+    """Whether a matrix product or a convolution reads `node` or a view of it: then it lies in memory."""
+    return any(is_product(user) or (G.is_view(user) and feeds_product(user)) for user in node.users)
+
+
+def is_added(node: fx.Node) -> bool:
+    """Whether `node`, or a view of it, is added to something: a compiler can make one operator of product and sum."""
+    return any(
+        G.overload_packet(user) is torch.ops.aten.add or (G.is_view(user) and is_added(user)) for user in node.users
+    )

@@ -19,6 +19,7 @@ from fxckpt import graph as G
 from fxckpt import pipeline
 from fxckpt.pipeline import GraphRecord
 from fxckpt.rewrite.lifetimes import bytes_alive
+from fxckpt.use import backend
 from tests.helpers import Step, boundary_layers, differences, grads, train_step
 from tests.hostile import Late, hostile
 from tests.situations.models import Batch, Residual, Stack, stack
@@ -358,3 +359,42 @@ def test_an_offload_costs_no_fusion() -> None:
         return sum(c.startswith("cpp_fused") for code in codes for c in calls(code))
 
     assert kernels(True) == kernels(False)
+
+
+# ---- CUDA graphs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({}, False),
+    ],
+)
+def test_offload_under_cuda_graphs_is_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], refused: bool
+) -> None:
+    """A replay would run no Python, and so move nobody's activation. (The batch only seems to be on a GPU here.)"""
+    asked: list[bool] = []
+
+    def seen(inputs: Any) -> None:
+        asked.append(True)
+        raise fxckpt.UnsupportedError("no offload in CUDA graphs")
+
+    monkeypatch.setattr(backend, "_refuse_cuda_graphs", seen)
+    model, batch = stack(n=1)
+    t = transformed(model)
+    if refused:
+        with pytest.raises(fxckpt.UnsupportedError):
+            torch.compile(t, **settings)(**batch)
+    else:
+        torch.compile(t, **settings)(**batch).backward()
+    assert bool(asked) is refused
+    transformed(model, offload=False)(**batch).backward()
+
+
+def test_on_a_cpu_there_are_no_cuda_graphs_to_refuse() -> None:
+    model, batch = stack(n=1)
+    torch.compile(transformed(model), mode="reduce-overhead")(**batch).backward()

@@ -18,6 +18,7 @@ from fxckpt.torch_private.aot import (
     running_for_real,
     saving_least,
     taken_as_random,
+    wants_cuda_graphs,
     with_inductor_options,
 )
 from fxckpt.torch_private.dynamo import (
@@ -81,5 +82,6 @@ __all__ = [
     "set_eval_frame",
     "taken_as_random",
     "user_backend",
+    "wants_cuda_graphs",
     "with_inductor_options",
 ]

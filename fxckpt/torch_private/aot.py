@@ -260,3 +260,10 @@ def with_inductor_options(backend: Callable[..., Any], defaults: dict[str, Any])
     made = copy.copy(backend)
     made.config = {**defaults, **backend.config}
     return made
+
+
+def wants_cuda_graphs(backend: Callable[..., Any]) -> bool:
+    """Whether `backend` is ``torch.compile``'s Inductor, told to record CUDA graphs (``mode="reduce-overhead"``)."""
+    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+        return False
+    return bool(backend.config.get("triton.cudagraphs", inductor_config.triton.cudagraphs))

@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.capture import marks
-from fxckpt.errors import CaptureError
+from fxckpt.errors import CaptureError, UnsupportedError
 from fxckpt.pipeline import Frame
 from fxckpt.use import state as states
 from fxckpt.use.absent import dependence, keep_absent
@@ -68,6 +68,8 @@ class MarkingBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph that Dynamo captured; its partition runs the rewrite."""
         state = self.state
+        if state.settings.offload is not None and torch_private.wants_cuda_graphs(self.inner):
+            _refuse_cuda_graphs(example_inputs)
         captured = torch_private.captured_root_module()
         root = self._root(state, captured)
         marks.mark(gm, state.frame_key(root))
@@ -104,6 +106,14 @@ class MarkingBackend:
             return alive is not None and alive.treatment_pattern(module) == wanted
 
         torch_private.guard_root_module(same_treatment, "fxckpt: layers recomputed alike")
+
+
+def _refuse_cuda_graphs(inputs: Sequence[Any]) -> None:
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
+        raise UnsupportedError(
+            "fxckpt: offload cannot be captured in a CUDA graph: a replay would not know whose activation it moves. "
+            'Use torch.compile(t, mode="max-autotune-no-cudagraphs"), or offload=False.'
+        )
 
 
 def _convolves_inputs_only(gm: fx.GraphModule) -> bool:

@@ -196,7 +196,8 @@ def test_an_unbroken_run_passes_with_every_kind_of_tag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [("plain_kwargs_block", True), ("bert", False), ("plain_conv_tower_bn", True)]
+    ("name", "dynamic"),
+    [("plain_kwargs_block", True), ("bert", False), ("plain_conv_tower_bn", True), ("longt5_tglobal", False)],
 )
 def test_real_models_pass(name: str, dynamic: bool) -> None:
     model, batch = build(name, dropout=True)

@@ -175,5 +175,12 @@ def _check_starts(backward: fx.Graph, where: str) -> None:
             seen.add(node)
         elif node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR:
             for value in node.all_input_nodes:
-                if value in started and not started[value] & seen:
+                if value in started and not started[value] & seen and _starts(value, tag):
                     raise VerifyError(f"{where}: {node.name} reads {value.name} before its recompute may start.")
+
+
+def _starts(value: fx.Node, tag: G.Tag) -> bool:
+    """Whether a region of `tag` is one of those that start from `value`."""
+    saved = value.args[0] if G.is_reload(value) else value
+    found = G.tag(saved) if isinstance(saved, fx.Node) else None
+    return found is None or bool(set(found.regions) & set(tag.regions))

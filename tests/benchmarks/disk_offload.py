@@ -1,6 +1,6 @@
 """The disk tier on a CPU: what it frees, and what it costs.
 
-    python -m tests.benchmarks.disk_offload                              # the bench set's Llama, 8192 tokens, 50 steps
+    python -m tests.benchmarks.disk_offload                              # the bench set's Llama, 4096 tokens, 50 steps
     python -m tests.benchmarks.disk_offload --vocab 1024 --layers 32 --seq 4096 --steps 5
 
 Two processes train the same model, every layer recomputed, under ``torch.compile``, in turns, a step each: one keeps
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=8192, help="8192 to a hidden size of 256 is Llama 3's proportion")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--dir", default=tempfile.gettempdir())

@@ -486,7 +486,8 @@ def test_room_is_used_again(file: SpillFile) -> None:
     assert (file.take(1), file.take(2 * BLOCK), file.size) == (BLOCK, 2 * BLOCK, 5 * BLOCK)
     for offset, nbytes in ((0, BLOCK), (BLOCK, 1), (2 * BLOCK, 2 * BLOCK), (4 * BLOCK, BLOCK)):
         file.give_back(offset, nbytes)
-    assert file._free == [(0, 5 * BLOCK)]
+    file.reserve(5 * BLOCK)
+    assert file._free == [(0, 5 * BLOCK)] and file.size == 5 * BLOCK
     assert file.take(7 * BLOCK) == 0 and file.size == 7 * BLOCK, "what is free at the end is grown"
     file.give_back(0, 7 * BLOCK)
     file.reserve(9 * BLOCK)

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxckpt
 from fxckpt.rewrite.offload import _layout
-from fxckpt.runtime import host
+from fxckpt.runtime import host, pool
+from fxckpt.runtime.stats import Meter
 from fxckpt.transform import _say_offload_saves_nothing
 from tests.helpers import assert_close, assert_same, grads, train_step
 from tests.situations.models import Residual, Stack, stack
@@ -344,6 +345,28 @@ def test_a_copy_of_a_handle_is_refused() -> None:
         del handle
         with pytest.raises(fxckpt.TransferError, match="save_on_cpu"):
             torch.ops.fxckpt.reload(copied, CPU, "x", None, None, [])
+
+
+def test_pinned_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than was in use at once, or than the next block needs. (Here it is not pinned.)"""
+    empty = torch.empty
+    monkeypatch.setattr(pool.torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    meter = Meter()
+    made = pool.PinnedPool(meter)
+    blocks = [made.take(n) for n in (100, 300, 200)]
+    addresses = [b.memory.data_ptr() for b in blocks]
+    assert meter.read().host_bytes == 600
+    shaped = blocks[0].shaped(torch.zeros(2, 3), (1, 2))
+    assert shaped.shape == (2, 3) and shaped.stride() == (1, 2) and shaped.data_ptr() == addresses[0]
+    blocks[2].read = "an event"
+    del blocks, shaped
+    again = made.take(150)
+    assert again.memory.data_ptr() == addresses[2] and again.read == "an event", "the smallest that fits"
+    large = made.take(500)  # the others go before it comes
+    assert meter._levels["host"] == 200 + 500
+    del again, large
+    assert [made.take(n).memory.nbytes for n in (500, 200)] == [500, 200]
+    assert meter.read().host_bytes == 700
 
 
 class Permuting(nn.Module):

@@ -398,3 +398,34 @@ def test_offload_under_cuda_graphs_is_refused(
 def test_on_a_cpu_there_are_no_cuda_graphs_to_refuse() -> None:
     model, batch = stack(n=1)
     torch.compile(transformed(model), mode="reduce-overhead")(**batch).backward()
+
+
+# ---- figures ------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_last_step() -> None:
+    model, batch = stemmed()
+    t = transformed(model)
+    assert fxckpt.stats(t) == fxckpt.TransferStats()
+    for _ in range(3):
+        t(**batch).backward()
+    figures = fxckpt.stats(t)
+    assert (figures.offloads, figures.reloads) == (5, 5)
+    assert figures.offloaded_bytes == figures.reloaded_bytes == figures.host_bytes == 5 * 5 * 8 * 4
+    assert figures.in_flight_bytes == 2 * 5 * 8 * 4 and figures.disk_bytes == 0
+    assert fxckpt.explain(t).to_dict()["transfers"] == figures.to_dict()
+    t(**batch)
+    assert (fxckpt.stats(t).offloads, fxckpt.stats(t).reloads) == (5, 0)
+    with torch.no_grad():
+        t(**batch)
+    assert fxckpt.stats(t).offloads == 5
+
+
+def test_figures_of_a_model_in_a_compiled_function() -> None:
+    model, batch = stemmed()
+    t = transformed(model, offload=fxckpt.Offload(max_in_flight=3))
+    step = torch.compile(lambda x: t(x=x) * 2, backend="aot_eager")
+    for _ in range(3):
+        step(batch["x"]).backward()
+    figures = fxckpt.stats(t)
+    assert (figures.offloads, figures.reloads, figures.offloaded_bytes) == (5, 5, 5 * 5 * 8 * 4)

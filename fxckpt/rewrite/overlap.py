@@ -59,7 +59,7 @@ def _place_last_waits(forward: fx.Graph, waits: Sequence[fx.Node], last_start: f
     nodes = list(forward.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     readers = find_readers(nodes)
-    product = next((n for n in reversed(nodes[order[last_start] :]) if is_product(n)), None)
+    product = next((n for n in reversed(nodes[order[last_start] :]) if _is_landmark(n)), None)
     output = max((n for n in G.output_args(forward) if _is_made(n)), default=None)
     for wait in reversed(waits):
         if product is None:

@@ -49,7 +49,11 @@ def feeds_product(node: fx.Node) -> bool:
 
 
 def is_added(node: fx.Node) -> bool:
-    """Whether `node`, or a view of it, is added to something: a compiler can make one operator of product and sum."""
+    """Whether `node` is a matrix product that is added to something: a compiler can make one operator of the two."""
+    return G.overload_packet(node) is torch.ops.aten.mm and _feeds_sum(node)
+
+
+def _feeds_sum(node: fx.Node) -> bool:
     return any(
-        G.overload_packet(user) is torch.ops.aten.add or (G.is_view(user) and is_added(user)) for user in node.users
+        G.overload_packet(user) is torch.ops.aten.add or (G.is_view(user) and _feeds_sum(user)) for user in node.users
     )

@@ -9,6 +9,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections import deque
 
 BLOCK = 4096
 """Offsets and lengths are multiples of it, as direct access asks (bytes)."""
@@ -34,6 +35,8 @@ class SpillFile:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two of them adjacent
+        # Filled without the lock: the garbage collector may do that at any time, also while this thread holds it.
+        self._returned: deque[tuple[int, int]] = deque()
         self._size = 0
 
     @property
@@ -48,6 +51,7 @@ class SpillFile:
             OSError: the disk has no room for them.
         """
         with self._lock:
+            self._collect()
             missing = _rounded(nbytes) - sum(length for _, length in self._free)
             if missing > 0:
                 self._grow(missing)
@@ -63,6 +67,7 @@ class SpillFile:
             return 0
         with self._lock:
             self._check_process()
+            self._collect()
             fitting = [(length, offset) for offset, length in self._free if length >= wanted]
             if not fitting:
                 last = self._free[-1] if self._free and sum(self._free[-1]) == self._size else (self._size, 0)
@@ -76,9 +81,8 @@ class SpillFile:
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """The piece at `offset` may be taken again."""
-        if nbytes and os.getpid() == self._process:
-            with self._lock:
-                self._insert(offset, _rounded(nbytes))
+        if nbytes:
+            self._returned.append((offset, _rounded(nbytes)))
 
     def write(self, offset: int, memory: memoryview) -> None:
         """Write `memory`, whose length and address are multiples of a block.
@@ -130,6 +134,10 @@ class SpillFile:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise OSError(errno.EBADF, "the file belongs to the process that this one was forked from", self.folder)
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._insert(*self._returned.popleft())
 
     def _grow(self, nbytes: int) -> None:
         os.posix_fallocate(self._fd, self._size, nbytes)

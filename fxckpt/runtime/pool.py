@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class PinnedPool:
         self._meter = meter
         self._lock = threading.Lock()
         self._kept: list[tuple[torch.Tensor, Any]] = []
+        # Filled without the lock: the garbage collector may do that at any time, also while this thread holds it.
+        self._returned: deque[tuple[torch.Tensor, Any]] = deque()
         self._used = 0
         self._most_used = 0
 
@@ -50,6 +53,7 @@ class PinnedPool:
         """
         wanted = max(nbytes, 1)
         with self._lock:
+            self._collect()
             fitting = [(m.nbytes, i) for i, (m, _) in enumerate(self._kept) if wanted <= m.nbytes <= 2 * wanted]
             memory, read = self._kept.pop(min(fitting)[1]) if fitting else (None, None)
             if memory is None:
@@ -65,9 +69,13 @@ class PinnedPool:
         return block
 
     def _give_back(self, memory: torch.Tensor, read: Any) -> None:
-        with self._lock:
+        self._returned.append((memory, read()))
+
+    def _collect(self) -> None:
+        while self._returned:
+            memory, read = self._returned.popleft()
             self._used -= memory.nbytes
-            self._kept.append((memory, read()))
+            self._kept.append((memory, read))
 
     def _trim(self, coming: int) -> None:
         """Let kept blocks go, the smallest first, until `coming` bytes more stay below the most ever in use."""

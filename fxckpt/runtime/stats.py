@@ -63,14 +63,21 @@ class Meter:
     """Counts for one transformed model; any thread may call it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected as garbage meanwhile counts as gone
         self._levels: dict[str, int] = dict.fromkeys(("in_flight", "host", "disk"), 0)
         self.step = Step(peaks=dict(self._levels))
+        self.live = 0
+        """Transfers whose handle somebody holds."""
 
     def begin(self) -> None:
         """A new step begins; what is still under way goes on counting for its own."""
         with self._lock:
             self.step = Step(peaks=dict(self._levels))
+
+    def lives(self, change: int) -> None:
+        """So many transfers more have a handle."""
+        with self._lock:
+            self.live += change
 
     def moved(self, step: Step, direction: Direction, nbytes: int) -> None:
         """A transfer begins."""
@@ -132,4 +139,4 @@ class Meter:
 
     def after_fork(self) -> None:
         """In a child process, where a thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()

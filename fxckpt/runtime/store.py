@@ -31,11 +31,13 @@ class Store:
 
     Args:
         checksum: whether what comes back from a disk is compared with what went there.
+        told: whether :meth:`begin_step` is called; else a step begins where no activation waits for its backward.
     """
 
-    def __init__(self, checksum: bool = False) -> None:
+    def __init__(self, checksum: bool = False, told: bool = True) -> None:
         self._meter = Meter()
         self._checksum = checksum
+        self._told = told
         self._lock = threading.Lock()
         self._disks: dict[str, DiskTier] = {}
         self._tiers: dict[tuple[str, str], Tier] = {}
@@ -69,6 +71,8 @@ class Store:
 
     def offload(self, activation: torch.Tensor, name: str, region: str, place: str) -> torch.Tensor:
         """Begin to move `activation` out; its handle."""
+        if not self._told and not self._meter.live:
+            self.begin_step()
         own = own_elements(activation)
         nbytes = own.numel() * own.element_size()
         transfer = Transfer(name, region, nbytes, self._meter, self._meter.step)
@@ -187,7 +191,7 @@ def current(place: str) -> Store:
 
 def shared(place: str) -> Store:
     """The store for models compiled into others' functions."""
-    return _shared.setdefault(place, Store())
+    return _shared.setdefault(place, Store(told=False))
 
 
 @contextlib.contextmanager

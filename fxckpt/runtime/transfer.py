@@ -35,6 +35,7 @@ class Transfer:
         meter: where its figures count.
         step: the step they count for.
         stored: the activation in its tier, once it has been sent.
+        begun: whether it is on its way, or has been.
         in_flight: whether the device still has to keep the activation.
         backs: reloads begun and not yet waited for.
     """
@@ -45,13 +46,15 @@ class Transfer:
     meter: Meter
     step: Step
     stored: Stored | None = None
+    begun: bool = False
     in_flight: bool = False
     backs: list[Back] = field(default_factory=list)
     number: int = field(default_factory=lambda: next(_numbers))
 
     def begin(self) -> None:
         """The activation is on its way out."""
-        self.in_flight = True
+        self.in_flight = self.begun = True
+        self.meter.lives(1)
         self.meter.rise("in_flight", self.nbytes)
 
     def end(self) -> None:
@@ -62,6 +65,8 @@ class Transfer:
 
     def __del__(self) -> None:
         self.end()  # given up
+        if self.begun:
+            self.meter.lives(-1)
 
     @contextmanager
     def telling(self, verb: str) -> Iterator[None]:

@@ -61,8 +61,8 @@ def stemmed() -> tuple[nn.Module, Batch]:
 
 
 class Stemmed(Stack):
-    def __init__(self) -> None:
-        super().__init__([Residual(8) for _ in range(5)])
+    def __init__(self, n: int = 5) -> None:
+        super().__init__([Residual(8) for _ in range(n)])
         self.stem = nn.Linear(8, 8)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,6 +245,24 @@ def test_a_prefetch_does_not_lift_the_peak(name: str) -> None:
         nodes = list(record.backward.graph.nodes)
         peaks[prefetch] = max(bytes_alive(nodes, {n for n in nodes if n.name in inputs}))
     assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.parametrize(("max_in_flight", "prefetch"), [(1, 1), (2, 1), (3, 2)])
+def test_memory_of_the_forward_is_bounded(max_in_flight: int, prefetch: int) -> None:
+    """Whatever the number of layers: a step's working set, and a boundary activation for each transfer under way."""
+
+    def peak(offload: Any, n: int) -> int:
+        torch.manual_seed(0)
+        t = transformed(Stemmed(n), offload=offload)
+        t(torch.randn(50, 8)).backward()
+        (record,) = fxckpt.graphs(t)
+        nodes = list(record.forward.graph.nodes)[:-1]  # what is returned counts no longer than it is read
+        return max(bytes_alive(nodes, set(G.placeholders(record.forward.graph))))
+
+    boundary = 50 * 8 * 4
+    offload = fxckpt.Offload(max_in_flight=max_in_flight, prefetch=prefetch)
+    working_set = peak(False, 12)
+    assert peak(offload, 5) == peak(offload, 12) <= working_set + boundary * (max_in_flight + prefetch + 1)
 
 
 def test_bytes_alive() -> None:

@@ -6,8 +6,8 @@ import hashlib
 import marshal
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -119,7 +119,7 @@ def check_whole(name: str, number: Any, least: int) -> None:
 
 
 def parse_offload(offload: Any) -> Offload | None:
-    """``False``/``None``, ``True``, a place's name, or an :class:`Offload` as the last or None.
+    """``False``/``None``, ``True``, a place's name, an :class:`Offload` or a dict of its options, as Offload or None.
 
     Raises:
         SettingsError: none of these.
@@ -132,6 +132,12 @@ def parse_offload(offload: Any) -> Offload | None:
         return Offload(to=offload)  # type: ignore[arg-type]
     if isinstance(offload, Offload):
         return offload
+    if isinstance(offload, Mapping):  # as it comes from a file of settings, or from TrainingArguments
+        known = [f.name for f in fields(Offload)]
+        unknown = sorted(map(str, set(offload) - set(known)))
+        if unknown:
+            raise SettingsError(f"offload: unknown {', '.join(unknown)}; its options are {', '.join(known)}.")
+        return Offload(**offload)
     raise SettingsError(f'offload={offload!r}: use False, True, "cpu", "disk" or fxckpt.Offload(...).')
 
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fxckpt.runtime import store
-from fxckpt.runtime.stats import Meter
+from fxckpt.runtime.stats import Account, Meter
 from fxckpt.runtime.tier import Back, Stored, Tier, fill
-from fxckpt.runtime.transfer import Transfer
 
 
 class Late(enum.Enum):
@@ -66,9 +65,9 @@ class HostileTier(Tier):
         future: Future[None] = self._pool.submit(run)
         return lambda: future.result()
 
-    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
-        self.log.append(("offload", transfer.name))
-        return _Stored(self, activation, transfer.name)
+    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
+        self.log.append(("offload", account.name))
+        return _Stored(self, activation, account.name)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -151,9 +151,12 @@ def test_what_is_dropped_gives_its_room_back(t: nn.Module, want: Step) -> None:
     loss = t(**batch)
     levels = type(t)._fxckpt_state.store._meter._levels
     assert levels["disk"] == 3 * 600 * WIDE * 4
-    del loss
-    gc.collect()
-    settle(lambda: levels["disk"] == 0)
+    gc.disable()  # at once, and not when garbage is collected some time
+    try:
+        del loss
+        settle(lambda: levels["disk"] == 0)
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_goes_takes_files_and_threads_with_it(tmp_path: Path) -> None:
@@ -535,6 +538,16 @@ def cached_bytes() -> int:
 def test_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(fxckpt.SettingsError, match=message):
         fxckpt.Offload(**settings)
+
+
+def test_settings_as_a_dict(tmp_path: Path, want: Step) -> None:
+    """As ``TrainingArguments(gradient_checkpointing_kwargs=...)`` can hold them."""
+    given = {"to": "disk", "dir": str(tmp_path), "prefetch": 2}
+    t = fxckpt.transform(model_and_batch()[0], layers=Residual, offload=given)
+    assert type(t)._fxckpt_state.settings.offload == fxckpt.Offload(to="disk", dir=str(tmp_path), prefetch=2)
+    assert not differences(step(t).values(), want.values())
+    with pytest.raises(fxckpt.SettingsError, match="unknown folder; its options are to, dir, max_in_flight, prefetch"):
+        fxckpt.transform(model_and_batch()[0], layers=Residual, offload={"folder": "x"})
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ import torch
 from fxckpt.errors import UnsupportedError
 from fxckpt.runtime.disk import DiskTier, OnDisk
 from fxckpt.runtime.pool import Block, PinnedPool
-from fxckpt.runtime.stats import Direction, Meter
+from fxckpt.runtime.stats import Account, Direction, Meter
 from fxckpt.runtime.tier import Back, Stored, Tier, fill, packed_strides
-from fxckpt.runtime.transfer import Transfer
 
 _STAGED = 4
 """Blocks of pinned memory between the devices and a disk, at most, in each direction."""
@@ -43,26 +42,26 @@ class CudaTier(Tier):
                 self._streams[device.index, direction] = torch.cuda.Stream(device)
             return self._streams[device.index, direction]
 
-    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
         """Begin to copy `activation`."""
-        return self.send(activation, transfer)
+        return self.send(activation, account)
 
-    def send(self, activation: torch.Tensor, transfer: Transfer) -> Pinned:
+    def send(self, activation: torch.Tensor, account: Account) -> Pinned:
         """The same, for a tier behind this one."""
         _refuse_capture()
-        block = self.pool.take(transfer.nbytes)
+        block = self.pool.take(account.nbytes)
         host = block.shaped(activation, packed_strides(activation))
         stream = self.stream(activation.device, "offload")
         if block.read is not None:
             stream.wait_event(block.read)
-        done = _copy(stream, host, activation, transfer, "offload")
-        return Pinned(self, block, host, activation.device, done, transfer)
+        done = _copy(stream, host, activation, account, "offload")
+        return Pinned(self, block, host, activation.device, done, account)
 
-    def fetch(self, block: Block, host: torch.Tensor, out: torch.Tensor, start: Any, transfer: Transfer) -> Any:
+    def fetch(self, block: Block, host: torch.Tensor, out: torch.Tensor, start: Any, account: Account) -> Any:
         """Begin to copy `host`, which lies in `block`, into `out`, not before event `start`; the event of its end."""
         stream = self.stream(out.device, "reload")
         stream.wait_event(start)
-        block.read = _copy(stream, out, host, transfer, "reload", ordered=True)
+        block.read = _copy(stream, out, host, account, "reload", ordered=True)
         return block.read
 
 
@@ -76,34 +75,34 @@ class Pinned(Stored):
         host: torch.Tensor,
         device: torch.device,
         done: Any,
-        transfer: Transfer,
+        account: Account,
     ) -> None:
         self.host, self.block, self.done = host, block, done
-        self._tier, self._device, self._transfer = tier, device, transfer
+        self._tier, self._device, self._account = tier, device, account
 
     def wait(self) -> None:
         """Let the computing stream wait; the CPU goes on."""
-        _wait(self.done, self._device, self._transfer)
+        _wait(self.done, self._device, self._account)
 
     def reload(self, out: torch.Tensor) -> Back:
         """Begin to copy into `out`, behind what the computing stream has been given."""
         _refuse_capture()
         start = torch.cuda.current_stream(out.device).record_event()
         self._tier.stream(out.device, "reload").wait_event(self.done)
-        done = self._tier.fetch(self.block, self.host, out, start, self._transfer)
-        return _Coming(self, out, done, self._transfer)
+        done = self._tier.fetch(self.block, self.host, out, start, self._account)
+        return _Coming(self, out, done, self._account)
 
 
 class _Coming(Back):
     """A copy to the device that has been enqueued."""
 
-    def __init__(self, stored: Stored, out: torch.Tensor, done: Any, transfer: Transfer) -> None:
+    def __init__(self, stored: Stored, out: torch.Tensor, done: Any, account: Account) -> None:
         self.out = out
-        self._stored, self._done, self._transfer, self._waited = stored, done, transfer, False
+        self._stored, self._done, self._account, self._waited = stored, done, account, False
 
     def wait(self) -> None:
         self._waited = True
-        _wait(self._done, self.out.device, self._transfer)
+        _wait(self._done, self.out.device, self._account)
 
     def __del__(self) -> None:
         if not self._waited:  # given up: the memory of `out` is free only when nothing writes to it any more
@@ -121,26 +120,26 @@ class CudaDiskTier(Tier):
         self._writes: deque[Future[Any]] = deque()
         self._reads: deque[Future[Any]] = deque()
 
-    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
         """Begin to copy `activation` to pinned memory, from where it is written."""
-        with transfer.meter.timing(transfer.step, "stall"):
+        with account.timing("stall"):
             _bounded(self._writes)
-        pinned = self._cuda.send(activation, transfer)
-        on_disk = self._disk.send(pinned.host, transfer, ready=_held(pinned.block, pinned.done.synchronize))
+        pinned = self._cuda.send(activation, account)
+        on_disk = self._disk.send(pinned.host, account, ready=_held(pinned.block, pinned.done.synchronize))
         self._writes.append(on_disk.written)
-        return _Staged(self, pinned.done, on_disk, activation.device, transfer)
+        return _Staged(self, pinned.done, on_disk, activation.device, account)
 
-    def fetch(self, stored: _Staged, out: torch.Tensor, transfer: Transfer) -> tuple[Future[Any], list[Any]]:
+    def fetch(self, stored: _Staged, out: torch.Tensor, account: Account) -> tuple[Future[Any], list[Any]]:
         """Begin to read into pinned memory and on into `out`; where the event of the end will be, once read."""
-        with transfer.meter.timing(transfer.step, "stall"):
+        with account.timing("stall"):
             _bounded(self._reads)
-        block = self._cuda.pool.take(transfer.nbytes)
+        block = self._cuda.pool.take(account.nbytes)
         host = block.shaped(out, stored.strides)
         start = torch.cuda.current_stream(out.device).record_event()
         end: list[Any] = []
 
         def on() -> None:
-            end.append(self._cuda.fetch(block, host, out, start, transfer))
+            end.append(self._cuda.fetch(block, host, out, start, account))
 
         if block.read is not None:
             block.read.synchronize()
@@ -151,34 +150,33 @@ class CudaDiskTier(Tier):
 
 class _Staged(Stored):
     def __init__(
-        self, tier: CudaDiskTier, copied: Any, on_disk: OnDisk, device: torch.device, transfer: Transfer
+        self, tier: CudaDiskTier, copied: Any, on_disk: OnDisk, device: torch.device, account: Account
     ) -> None:
         self.on_disk, self.strides = on_disk, on_disk.strides
-        self._tier, self._copied, self._device, self._transfer = tier, copied, device, transfer
+        self._tier, self._copied, self._device, self._account = tier, copied, device, account
 
     def wait(self) -> None:
-        _wait(self._copied, self._device, self._transfer)
+        _wait(self._copied, self._device, self._account)
 
     def reload(self, out: torch.Tensor) -> Back:
-        read, end = self._tier.fetch(self, out, self._transfer)
-        return _Reading(self, out, read, end, self._transfer)
+        read, end = self._tier.fetch(self, out, self._account)
+        return _Reading(self, out, read, end, self._account)
 
 
 class _Reading(Back):
-    def __init__(
-        self, stored: Stored, out: torch.Tensor, read: Future[Any], end: list[Any], transfer: Transfer
-    ) -> None:
+    def __init__(self, stored: Stored, out: torch.Tensor, read: Future[Any], end: list[Any], account: Account) -> None:
         self.out = out
-        self._stored, self._read, self._end, self._transfer = stored, read, end, transfer
+        self._stored, self._read, self._end, self._account, self._waited = stored, read, end, account, False
 
     def wait(self) -> None:
-        with self._transfer.meter.timing(self._transfer.step, "stall"):
+        with self._account.timing("stall"):
             outcome = self._read.result()
         outcome.check()
-        _wait(self._end[0], self.out.device, self._transfer)
+        self._waited = True
+        _wait(self._end[0], self.out.device, self._account)
 
     def __del__(self) -> None:
-        for event in self._end:
+        for event in () if self._waited else self._end:  # given up
             event.synchronize()
 
 
@@ -186,7 +184,7 @@ def _copy(
     stream: torch.cuda.Stream,
     target: torch.Tensor,
     source: torch.Tensor,
-    transfer: Transfer,
+    account: Account,
     direction: Direction,
     ordered: bool = False,
 ) -> Any:
@@ -198,18 +196,18 @@ def _copy(
         begin.record(stream)
         fill(target, source)
         end.record(stream)
-    transfer.meter.timed(transfer.step, direction, begin, end)
+    account.timed(direction, begin, end)
     return end
 
 
-def _wait(done: Any, device: torch.device, transfer: Transfer) -> None:
+def _wait(done: Any, device: torch.device, account: Account) -> None:
     """Let the computing stream of `device` wait for event `done`, and measure for how long it does."""
     stream = torch.cuda.current_stream(device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record(stream)
     stream.wait_event(done)
     end.record(stream)
-    transfer.meter.timed(transfer.step, "stall", begin, end)
+    account.timed("stall", begin, end)
 
 
 def _bounded(under_way: deque[Future[Any]]) -> None:

@@ -17,9 +17,8 @@ import torch
 
 from fxckpt.runtime.file import SpillFile, Staging
 from fxckpt.runtime.host import empty_packed
-from fxckpt.runtime.stats import Meter
+from fxckpt.runtime.stats import Account, Meter
 from fxckpt.runtime.tier import Back, Stored, Tier, fill, is_packed, packed_strides
-from fxckpt.runtime.transfer import Transfer
 
 STAGING_BYTES = 2 << 20
 """For each direction; an activation passes through it piece by piece, since direct access asks for aligned memory."""
@@ -76,20 +75,20 @@ class DiskTier(Tier):
         """
         self._opened().reserve(nbytes)
 
-    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
         """Begin to write `activation` from where it lies; one with gaps is packed first."""
         packed = activation if is_packed(activation) else empty_packed(activation).copy_(activation)
-        return self.send(packed, transfer)
+        return self.send(packed, account)
 
-    def send(self, packed: torch.Tensor, transfer: Transfer, ready: Callable[[], None] | None = None) -> OnDisk:
+    def send(self, packed: torch.Tensor, account: Account, ready: Callable[[], None] | None = None) -> OnDisk:
         """Begin to write host memory without gaps, once `ready`, called on the writing thread, has returned."""
         file = self._opened()
-        offset = file.take(transfer.nbytes)
-        self._meter.rise("disk", transfer.nbytes)
+        offset = file.take(account.nbytes)
+        self._meter.rise("disk", account.nbytes)
         pool, staging = self._lane("write")
         box = [packed]  # emptied by the thread: the memory may go when the write is done, not when its future does
-        written = pool.submit(_write, file, offset, box, transfer.nbytes, staging, self._checksum, ready)
-        return OnDisk(self, file, offset, packed_strides(packed), transfer, written)
+        written = pool.submit(_write, file, offset, box, account.nbytes, staging, self._checksum, ready)
+        return OnDisk(self, file, offset, packed_strides(packed), account, written)
 
     def fetch(self, stored: OnDisk, packed: torch.Tensor, then: Callable[[], None] | None = None) -> Future[Outcome]:
         """Begin to read into host memory without gaps; `then` is called on the reading thread afterwards."""
@@ -125,20 +124,20 @@ class OnDisk(Stored):
         file: SpillFile,
         offset: int,
         strides: tuple[int, ...],
-        transfer: Transfer,
+        account: Account,
         written: Future[Outcome],
     ) -> None:
-        self.file, self.offset, self.nbytes = file, offset, transfer.nbytes
+        self.file, self.offset, self.nbytes = file, offset, account.nbytes
         self.written = written
         self._tier, self.strides = tier, strides
-        self._meter, self._step = transfer.meter, transfer.step
-        weakref.finalize(self, _release, file, offset, self.nbytes, written, self._meter).atexit = False
+        self.account = account
+        weakref.finalize(self, _release, file, offset, self.nbytes, written, account.meter).atexit = False
 
     def wait(self) -> None:
         """Block until it is written: until then the thread reads the activation's own memory."""
-        with self._meter.timing(self._step, "stall"):
+        with self.account.timing("stall"):
             outcome = self.written.result()
-        self._meter.took(self._step, "offload", outcome.seconds)
+        self.account.took("offload", outcome.seconds)
         outcome.check()
 
     def reload(self, out: torch.Tensor) -> Back:
@@ -158,12 +157,12 @@ class _Reading(Back):
         self._stored, self._packed, self._read = stored, packed, read
 
     def wait(self) -> None:
-        meter, step = self._stored._meter, self._stored._step
-        with meter.timing(step, "stall"):
+        account = self._stored.account
+        with account.timing("stall"):
             outcome = self._read.result()
             if outcome.error is None and self._packed is not self.out:
                 fill(self.out, self._packed)
-        meter.took(step, "reload", outcome.seconds)
+        account.took("reload", outcome.seconds)
         outcome.check()
 
 

@@ -6,18 +6,18 @@ import weakref
 
 import torch
 
+from fxckpt.runtime.stats import Account
 from fxckpt.runtime.tier import Back, Stored, Tier, fill, packed_strides
-from fxckpt.runtime.transfer import Transfer
 
 
 class HostTier(Tier):
     """Copies on the computing thread."""
 
-    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
+    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
         """Copy `activation`; there is nothing to wait for."""
-        with transfer.meter.timing(transfer.step, "offload", "stall"):
+        with account.timing("offload", "stall"):
             host = empty_packed(activation).copy_(activation)
-        return _Copy(host, transfer)
+        return _Copy(host, account)
 
 
 def empty_packed(shown: torch.Tensor, pin: bool = False) -> torch.Tensor:
@@ -26,17 +26,17 @@ def empty_packed(shown: torch.Tensor, pin: bool = False) -> torch.Tensor:
 
 
 class _Copy(Stored):
-    def __init__(self, host: torch.Tensor, transfer: Transfer) -> None:
+    def __init__(self, host: torch.Tensor, account: Account) -> None:
         self._host = host
-        self._meter, self._step = transfer.meter, transfer.step
-        self._meter.rise("host", transfer.nbytes)
-        weakref.finalize(self, self._meter.fall, "host", transfer.nbytes).atexit = False
+        self._account = account
+        account.meter.rise("host", account.nbytes)
+        weakref.finalize(self, account.meter.fall, "host", account.nbytes).atexit = False
 
     def wait(self) -> None:
         """Nothing is under way."""
 
     def reload(self, out: torch.Tensor) -> Back:
-        with self._meter.timing(self._step, "reload", "stall"):
+        with self._account.timing("reload", "stall"):
             fill(out, self._host)
         return _Done(out)
 

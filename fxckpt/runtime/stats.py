@@ -90,16 +90,6 @@ class Meter:
         with self._lock:
             step.seconds[what] += seconds
 
-    @contextlib.contextmanager
-    def timing(self, step: Step, *what: Direction | Literal["stall"]) -> Iterator[None]:
-        """What runs in this context counts as each of `what`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            for one in what:
-                self.took(step, one, time.perf_counter() - start)
-
     def timed(self, step: Step, what: Direction | Literal["stall"], start: Any, end: Any) -> None:
         """The same between two events of a GPU, which are read when somebody asks."""
         with self._lock:
@@ -140,3 +130,42 @@ class Meter:
     def after_fork(self) -> None:
         """In a child process, where a thread of the parent may have held the lock."""
         self._lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """Where the figures of one transfer count. It refers to no transfer, so that what a tier keeps of one may hold it.
+
+    Attributes:
+        name: the transfer's.
+        nbytes: bytes of the activation's elements.
+        meter: what counts.
+        step: the step that it counts for.
+    """
+
+    name: str
+    nbytes: int
+    meter: Meter
+    step: Step
+
+    def moved(self, direction: Direction) -> None:
+        """The transfer begins."""
+        self.meter.moved(self.step, direction, self.nbytes)
+
+    def took(self, what: Direction | Literal["stall"], seconds: float) -> None:
+        """Copying, or waiting for a copy, took so long."""
+        self.meter.took(self.step, what, seconds)
+
+    @contextlib.contextmanager
+    def timing(self, *what: Direction | Literal["stall"]) -> Iterator[None]:
+        """What runs in this context counts as each of `what`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            for one in what:
+                self.took(one, time.perf_counter() - start)
+
+    def timed(self, what: Direction | Literal["stall"], start: Any, end: Any) -> None:
+        """The same between two events of a GPU, which are read when somebody asks."""
+        self.meter.timed(self.step, what, start, end)

@@ -18,7 +18,7 @@ from fxckpt.errors import TransferError, UnsupportedError
 from fxckpt.runtime.cuda import CudaDiskTier, CudaTier
 from fxckpt.runtime.disk import DiskTier
 from fxckpt.runtime.host import HostTier
-from fxckpt.runtime.stats import Meter, TransferStats
+from fxckpt.runtime.stats import Account, Meter, TransferStats
 from fxckpt.runtime.tier import Tier, own_elements
 from fxckpt.runtime.transfer import Transfer, make_handle, transfer_of
 
@@ -75,10 +75,11 @@ class Store:
             self.begin_step()
         own = own_elements(activation)
         nbytes = own.numel() * own.element_size()
-        transfer = Transfer(name, region, nbytes, self._meter, self._meter.step)
+        account = Account(name, nbytes, self._meter, self._meter.step)
+        transfer = Transfer(region, account)
         with transfer.telling("offload"):
-            transfer.stored = self._tier(place, own.device).offload(own, transfer)
-        self._meter.moved(transfer.step, "offload", nbytes)
+            transfer.stored = self._tier(place, own.device).offload(own, account)
+        account.moved("offload")
         transfer.begin()
         return make_handle(transfer, activation)
 
@@ -137,7 +138,7 @@ def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -
     with transfer.telling("reload"):
         out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
         transfer.backs.append(transfer.stored.reload(own_elements(out)))
-    transfer.meter.moved(transfer.step, "reload", transfer.nbytes)
+    transfer.account.moved("reload")
     return out
 
 

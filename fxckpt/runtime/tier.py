@@ -2,7 +2,7 @@
 
 A tier takes activations one by one. Both ways are begun and waited for apart, so that computation goes on between:
 
-    stored = tier.offload(activation, transfer)   begins the copy; the activation is left unchanged until
+    stored = tier.offload(activation, account)    begins the copy; the activation is left unchanged until
     stored.wait()                                 returns: now its memory may go
     back = stored.reload(out)                     begins the copy back into `out`, once or more often
     back.wait()                                   returns: now `out` may be read
@@ -14,12 +14,10 @@ What an activation takes up in its place is free again when nothing refers to `s
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from fxckpt.runtime.transfer import Transfer
+from fxckpt.runtime.stats import Account
 
 
 class Back(abc.ABC):
@@ -56,8 +54,8 @@ class Tier(abc.ABC):
     """A place for activations."""
 
     @abc.abstractmethod
-    def offload(self, activation: torch.Tensor, transfer: Transfer) -> Stored:
-        """Begin to copy `activation`, whose figures count for `transfer`.
+    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
+        """Begin to copy `activation`, whose figures count in `account`.
 
         Raises:
             OSError, RuntimeError: there is no room.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxckpt.errors import FxckptError, TransferError
-from fxckpt.runtime.stats import Meter, Step
+from fxckpt.runtime.stats import Account
 from fxckpt.runtime.tier import Back, Stored
 
 _numbers = itertools.count(1)
@@ -29,22 +29,16 @@ class Transfer:
     """One activation's way out and back.
 
     Attributes:
-        name: of the transfer, such as ``layers_3_input``.
         region: the region that starts from the activation, such as ``layers.3``.
-        nbytes: bytes of the activation's elements.
-        meter: where its figures count.
-        step: the step they count for.
+        account: where its figures count.
         stored: the activation in its tier, once it has been sent.
         begun: whether it is on its way, or has been.
         in_flight: whether the device still has to keep the activation.
         backs: reloads begun and not yet waited for.
     """
 
-    name: str
     region: str
-    nbytes: int
-    meter: Meter
-    step: Step
+    account: Account
     stored: Stored | None = None
     begun: bool = False
     in_flight: bool = False
@@ -54,19 +48,19 @@ class Transfer:
     def begin(self) -> None:
         """The activation is on its way out."""
         self.in_flight = self.begun = True
-        self.meter.lives(1)
-        self.meter.rise("in_flight", self.nbytes)
+        self.account.meter.lives(1)
+        self.account.meter.rise("in_flight", self.account.nbytes)
 
     def end(self) -> None:
         """The device may let the activation go."""
         if self.in_flight:
             self.in_flight = False
-            self.meter.fall("in_flight", self.nbytes)
+            self.account.meter.fall("in_flight", self.account.nbytes)
 
     def __del__(self) -> None:
         self.end()  # given up
         if self.begun:
-            self.meter.lives(-1)
+            self.account.meter.lives(-1)
 
     @contextmanager
     def telling(self, verb: str) -> Iterator[None]:
@@ -78,9 +72,9 @@ class Transfer:
         except (OSError, RuntimeError, MemoryError) as error:
             where = f" (region {self.region})" if self.region else ""
             raise TransferError(
-                f"{verb} of {self.name}{where}, {self.nbytes} bytes, failed: {str(error).rstrip('.')}. The step has no "
-                "result. Make room, or use offload=False, a larger every_n, a smaller batch, or another folder, "
-                'fxckpt.Offload(to="disk", dir=...).'
+                f"{verb} of {self.account.name}{where}, {self.account.nbytes} bytes, failed: {str(error).rstrip('.')}. "
+                "The step has no result. Make room, or use offload=False, a larger every_n, a smaller batch, or "
+                'another folder, fxckpt.Offload(to="disk", dir=...).'
             ) from error
 
 

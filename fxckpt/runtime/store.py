@@ -19,8 +19,9 @@ from fxckpt.runtime.cuda import CudaDiskTier, CudaTier
 from fxckpt.runtime.disk import DiskTier
 from fxckpt.runtime.host import HostTier
 from fxckpt.runtime.stats import Account, Meter, TransferStats
-from fxckpt.runtime.tier import Tier, own_elements
-from fxckpt.runtime.transfer import Transfer, make_handle, transfer_of
+from fxckpt.runtime.tier import Tier, fill, own_elements
+from fxckpt.runtime.transfer import Transfer, carry, make_handle, transfer_of
+from fxckpt.torch_private import hooks_on_saved_tensors
 
 MakeTier = Callable[[str, torch.device, Meter], Tier]
 """``make(place, device, meter)``: the tier for activations of a device that go to a place."""
@@ -71,6 +72,8 @@ class Store:
 
     def offload(self, activation: torch.Tensor, name: str, region: str, place: str) -> torch.Tensor:
         """Begin to move `activation` out; its handle."""
+        if hooks_on_saved_tensors():
+            return carry(activation)
         if not self._told and not self._meter.live:
             self.begin_step()
         own = own_elements(activation)
@@ -121,6 +124,8 @@ def wait_offload(handle: torch.Tensor) -> None:
         TransferError: it was not copied.
     """
     transfer = transfer_of(handle)
+    if transfer is None:
+        return
     assert transfer.stored is not None
     with transfer.telling("offload"):
         transfer.stored.wait()
@@ -134,6 +139,10 @@ def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -
         TransferError: there is no memory for it.
     """
     transfer = transfer_of(handle)
+    if transfer is None:
+        out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
+        fill(out, handle)
+        return out
     assert transfer.stored is not None
     with transfer.telling("reload"):
         out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
@@ -149,6 +158,8 @@ def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:
         TransferError: it was not copied.
     """
     transfer = transfer_of(handle)
+    if transfer is None:
+        return
     where = out.untyped_storage().data_ptr()  # unique among these, which keep their memory
     back = next(b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where)
     transfer.backs.remove(back)

@@ -1,7 +1,7 @@
 """One activation's way out and back, and the handle that stands for it in a graph.
 
 Between forward and backward a graph holds a *handle*: a CPU tensor with the activation's shape and dtype, so that sizes
-which vary from step to step are known from it, over 16 bytes of memory, in which stands the transfer's number. The
+which vary from step to step are known from it, over 32 bytes of memory, in which stands the transfer's number. The
 memory belongs to a Python object that refers to the :class:`Transfer`. So a transfer lives exactly as long as the graph
 holds its handle: through a second backward with ``retain_graph=True``, and no longer than a loss that is dropped.
 """
@@ -79,7 +79,7 @@ class Transfer:
 
 
 _live: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
-_MARK = 0x66786B_7074  # "fxkpt": a copy of a handle's elements does not carry it
+_MARK = 0x66786B_7074  # "fxkpt"
 
 
 class _Memory(array.array):  # type: ignore[type-arg]
@@ -90,27 +90,35 @@ class _Memory(array.array):  # type: ignore[type-arg]
 
 def make_handle(transfer: Transfer, activation: torch.Tensor) -> torch.Tensor:
     """A handle of `transfer`, which it keeps alive, in the shape of `activation`."""
-    memory = _Memory("q", (transfer.number, _MARK))
+    memory = _Memory(
+        "q", (-1, -1, transfer.number, _MARK)
+    )  # the elements have all bits set, which no computation gives
     memory.transfer = transfer
     _live[transfer.number] = transfer
     storage = torch.frombuffer(memory, dtype=torch.int64).untyped_storage()
     return torch.empty(0, dtype=activation.dtype).set_(storage, 0, activation.size(), (0,) * activation.dim())
 
 
-def transfer_of(handle: torch.Tensor) -> Transfer:
-    """The transfer that `handle` stands for.
+def transfer_of(handle: torch.Tensor) -> Transfer | None:
+    """The transfer that `handle` stands for; None where `handle` is the activation itself (:func:`carry`).
 
     Raises:
         TransferError: `handle` is a copy of a handle's elements, or its transfer is over.
     """
     storage = handle.untyped_storage()
-    number, mark = 0, 0
-    if storage.nbytes() == 16:
-        number, mark = torch.empty(0, dtype=torch.int64).set_(storage, 0, (2,), (1,)).tolist()
-    found = _live.get(number) if mark == _MARK else None
-    if found is None:
+    if storage.nbytes() == 32:
+        _, _, number, mark = torch.empty(0, dtype=torch.int64).set_(storage, 0, (4,), (1,)).tolist()
+        found = _live.get(number) if mark == _MARK else None
+        if found is not None:
+            return found
+    if handle.numel() and bool((handle.flatten()[:1].view(torch.uint8) == 255).all()):
         raise TransferError(
-            "An offloaded activation was asked for by something that is not its handle: hooks on saved tensors "
-            "(torch.autograd.graph.save_on_cpu and the like) copy what they are given. Use either them or offload=."
+            "An offloaded activation was asked for by a copy of its handle. Something copied what autograd saves, "
+            "without being a hook on saved tensors around the call of the model. Use either that or offload=."
         )
-    return found
+    return None
+
+
+def carry(activation: torch.Tensor) -> torch.Tensor:
+    """In place of a handle a copy of `activation` in host memory: for hooks on saved tensors, which keep copies."""
+    return torch.empty_like(activation, device="cpu", memory_format=torch.contiguous_format).copy_(activation)

@@ -262,6 +262,16 @@ def with_inductor_options(backend: Callable[..., Any], defaults: dict[str, Any])
     return made
 
 
+def hooks_on_saved_tensors() -> bool:
+    """Whether hooks (``torch.autograd.graph.saved_tensors_hooks``) now get what autograd saves."""
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def is_inductor(backend: Callable[..., Any]) -> bool:
+    """Whether `backend` is ``torch.compile``'s Inductor."""
+    return isinstance(backend, torch._TorchCompileInductorWrapper)
+
+
 def wants_cuda_graphs(backend: Callable[..., Any]) -> bool:
     """Whether `backend` is ``torch.compile``'s Inductor, told to record CUDA graphs (``mode="reduce-overhead"``)."""
     if not isinstance(backend, torch._TorchCompileInductorWrapper):

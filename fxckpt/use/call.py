@@ -37,6 +37,8 @@ def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not torch.is_grad_enabled() or not state.settings.enabled:
         return _under(callback, state.model.forward, args, kwargs)
     user = torch_private.user_backend(callback) or PLAIN
+    if state.settings.offload is not None and torch_private.is_inductor(user.compile):
+        _refuse_hooks()
     with hf.switches_off(state.model) as taken_over:
         kwargs = hf.without_cache(state.model, kwargs, taken_over)
         state.calls += 1
@@ -51,6 +53,14 @@ def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, A
     for tensor in recorded:
         tensor.register_hook(_no_create_graph)
     return out
+
+
+def _refuse_hooks() -> None:
+    if torch_private.hooks_on_saved_tensors():
+        raise UnsupportedError(
+            "fxckpt: hooks on saved tensors (torch.autograd.graph.save_on_cpu and the like) and offload= both move "
+            "what is saved. Under torch.compile use one of them; t(**batch) itself takes both."
+        )
 
 
 def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

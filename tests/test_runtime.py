@@ -365,6 +365,18 @@ def test_hooks_on_saved_tensors_under_inductor_are_refused() -> None:
     assert_close(train_step(run, model, {"x": x}), train_step(plain, plain, {"x": x}))
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_inside_the_callers_checkpoint(backend: str | None, place: str) -> None:
+    """Its hooks on saved tensors copy nothing: what is saved is thrown away, and made again by a second forward."""
+    run, model = pair(backend, offload=place)
+    x = inputs()[0].requires_grad_()
+    plain, _ = stack(lambda: Residual(8))
+    for one in (run, plain):
+        torch.utils.checkpoint.checkpoint(lambda x, one=one: one(x=x), x, use_reentrant=False).backward()
+    assert_close(grads(model), grads(plain))
+
+
 def test_pinned_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never more than was in use at once, or than the next block needs. (Here it is not pinned.)"""
     empty = torch.empty

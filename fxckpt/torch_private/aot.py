@@ -263,8 +263,12 @@ def with_inductor_options(backend: Callable[..., Any], defaults: dict[str, Any])
 
 
 def hooks_on_saved_tensors() -> bool:
-    """Whether hooks (``torch.autograd.graph.saved_tensors_hooks``) now get what autograd saves."""
-    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+    """Whether hooks (``torch.autograd.graph.saved_tensors_hooks``) now get what autograd saves, and may copy it.
+
+    Those of ``torch.utils.checkpoint`` do not.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
 def is_inductor(backend: Callable[..., Any]) -> bool:

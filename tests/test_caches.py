@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,11 @@ def test_a_second_process_uses_the_cache_and_can_be_inspected(tmp_path: Path) ->
         assert warm["loss"] == cold["loss"] and warm["grads"] == cold["grads"] and warm["held"] == cold["held"]
         assert warm["regions"] == cold["regions"] == [["blocks.0", "blocks.1", "blocks.2"]]
         assert bool(cold["transfers"][0]) == settings["offload"]
+        for moved in (warm["explain"]["transfers"], cold["explain"]["transfers"]):
+            for name in [n for n in moved if n.endswith("seconds")]:
+                assert bool(moved.pop(name)) == settings["offload"]
+        for result in (warm, cold):
+            result["text"] = re.sub(r"\d+\.\d ms", "ms", result["text"])
         for what in ("transfers", "saved", "explain", "text"):
             assert warm[what] == cold[what], what
 

@@ -64,13 +64,16 @@ def test_each_region_waits_for_the_gradient_alone(offload: bool) -> None:
     t = fxckpt.transform(model, layers=Residual, offload=offload, verify=True)
     t(**batch).backward()
     (record,) = fxckpt.graphs(t)
-    found = starts(record.backward.graph)
-    assert [n.name for n in found] == [f"start_blocks_{i}_input" for i in (3, 2, 1, 0)][: len(found)]
+    found = (
+        [n for n in record.backward.graph.nodes if G.is_wait_reload(n)] if offload else starts(record.backward.graph)
+    )
+    stem = "wait_reload" if offload else "start"
+    assert [n.name for n in found] == [f"{stem}_blocks_{i}_input" for i in (3, 2, 1, 0)][: len(found)]
     assert len(found) >= 3  # the first block may start from an input of the graph
     order = {n: i for i, n in enumerate(record.backward.graph.nodes)}
     for node in found:
-        value, gradients = node.args
-        readers = [u for u in value.users if u is not node]
+        value, gradients = node.args[0], G.waits_for(node)
+        readers = [u for u in value.users if u is not node and value not in G.waits_for(u)]
         assert min(order[u] for u in readers) > order[node]
         assert [G.tensor(g).shape for g in gradients] == [G.tensor(value).shape]
 

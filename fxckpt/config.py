@@ -53,9 +53,14 @@ class Offload:
             object.__setattr__(self, "dir", os.path.abspath(os.fspath(self.dir)))
 
     @property
+    def folder(self) -> str:
+        """For ``"disk"``, the folder that holds the file."""
+        return self.dir or tempfile.gettempdir()
+
+    @property
     def place(self) -> str:
         """Place and folder as one text, as the transfer operators take it: ``"cpu"``, or ``"disk:"`` and the folder."""
-        return self.to if self.to == "cpu" else f"disk:{self.dir or tempfile.gettempdir()}"
+        return self.to if self.to == "cpu" else f"disk:{self.folder}"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _check_place(model: nn.Module, offload: Offload) -> None:
         if not _on_accelerator(model):
             _say_offload_saves_nothing()
         return
-    folder = offload.place.removeprefix("disk:")
+    folder = offload.folder
     if not os.path.isdir(folder):
         raise SettingsError(f"Offload(dir={folder!r}): there is no such folder. Make it, or choose another one.")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -347,7 +347,7 @@ def test_an_exception_in_a_kernel_while_copies_are_under_way(
     t: nn.Module, want: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(t)
-    real, calls = store.reload, []
+    real, calls = store.empty, []
 
     def broken(*args: Any) -> Any:
         calls.append(args)
@@ -356,7 +356,7 @@ def test_an_exception_in_a_kernel_while_copies_are_under_way(
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "reload", broken)
+        patch.setattr(store, "empty", broken)
         with pytest.raises(Boom):
             step(t)
     calls.clear()

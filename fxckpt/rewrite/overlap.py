@@ -28,7 +28,15 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.rewrite.lifetimes import bytes_alive
-from fxckpt.rewrite.phases import feeds_product, find_gradients, find_readers, is_added, is_product, is_recomputed
+from fxckpt.rewrite.phases import (
+    feeds_product,
+    find_gradients,
+    find_readers,
+    first_reader,
+    is_added,
+    is_product,
+    is_recomputed,
+)
 
 
 def order_offloads(forward: fx.Graph, max_in_flight: int) -> None:
@@ -159,6 +167,8 @@ def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> 
     """
     groups = _groups(backward)
     _wait_for_gradients(groups)
+    if not prefetch:
+        return
     nodes = list(backward.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     gradients = find_gradients(nodes)
@@ -168,7 +178,7 @@ def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> 
     starts = [order[group[0]] for group in groups]
     first = next(i for i, n in enumerate(nodes) if n.op != "placeholder")
     stretches = [range(a, b) for a, b in zip([first, *starts], starts, strict=False)]
-    for i, group in enumerate(groups) if prefetch else ():
+    for i, group in enumerate(groups):
         reloads = [w.all_input_nodes[0] for w in group]
         stretch = stretches[max(i + 1 - prefetch, 0)]
         places = [p for p in stretch if nodes[p] in gradients and _is_in_memory(nodes[p])]
@@ -238,8 +248,6 @@ def _groups(backward: fx.Graph) -> list[list[fx.Node]]:
 
 def _region(wait: fx.Node) -> tuple[int, ...] | None:
     """The region that the first reader of what is waited for belongs to, or None where it is not recomputed."""
-    reload = wait.args[0]
-    assert isinstance(reload, fx.Node)
-    reader = min(n for n in reload.users if not G.is_transfer(n) and not G.is_order(n))
+    reader = first_reader(wait.all_input_nodes[0])
     tag = G.tag(reader)
     return tag.regions if tag is not None and is_recomputed(reader) else None

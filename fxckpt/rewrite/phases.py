@@ -35,6 +35,11 @@ def is_recomputed(node: fx.Node) -> bool:
     return node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR
 
 
+def first_reader(reload: fx.Node) -> fx.Node:
+    """The first node that computes with what `reload` brings back."""
+    return min(n for n in reload.users if not G.is_transfer(n) and not G.is_order(n))
+
+
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.convolution}
 
 

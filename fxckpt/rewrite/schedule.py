@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxckpt import graph as G
-from fxckpt.rewrite.phases import find_gradients, find_readers, is_product, is_recomputed
+from fxckpt.rewrite.phases import find_gradients, find_readers, first_reader, is_product, is_recomputed
 
 
 def weights_first(backward: fx.Graph) -> int:
@@ -106,7 +106,7 @@ def start_recomputes(backward: fx.Graph) -> int:
 
 def _wait(value: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The wait for a reload, where `reader` is the first to read it."""
-    if not G.is_reload(value) or min(n for n in value.users if not G.is_wait_reload(n)) is not reader:
+    if not G.is_reload(value) or first_reader(value) is not reader:
         return None
     return next(n for n in value.users if G.is_wait_reload(n))
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.errors import VerifyError
+from fxckpt.rewrite.phases import first_reader
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def check_transfers(
     reloads = [n for n in backward.nodes if G.is_reload(n)]
     kept = {G.view_base(n) for n in [*user, *saved] if isinstance(n, fx.Node) and not G.is_offload(n)}
     _check_offloads(offloads, kept, saved, where)
-    _check_releases(forward, offloads, where)
+    _check_releases(forward, where)
     sent = Counter(str(n.args[1]) for n in offloads)
     back = Counter(str(n.args[2]) for n in reloads)
     if sent != back or any(count != 1 for count in sent.values()):
@@ -78,10 +79,9 @@ def _check_offloads(offloads: list[fx.Node], kept: set[fx.Node], saved: Sequence
             raise VerifyError(f"{where}: the storage of {base.name} is offloaded twice.")
 
 
-def _check_releases(forward: fx.Graph, offloads: list[fx.Node], where: str) -> None:
+def _check_releases(forward: fx.Graph, where: str) -> None:
     """Nothing reads the memory of an activation after the wait for its offload."""
     released: dict[fx.Node, str] = {}
-    offloaded = {G.view_base(n.all_input_nodes[0]) for n in offloads}
     for node in forward.nodes:
         if node.op == "output":
             continue
@@ -89,9 +89,7 @@ def _check_releases(forward: fx.Graph, offloads: list[fx.Node], where: str) -> N
         if read and not (G.is_wait_offload(node) and G.view_base(node.args[1]) in read):
             raise VerifyError(f"{where}: {node.name} reads {read[0].name} after {released[read[0]]} let it go.")
         if G.is_wait_offload(node):
-            base = G.view_base(node.args[1])
-            if base in offloaded:
-                released[base] = node.name
+            released[G.view_base(node.args[1])] = node.name
 
 
 def _check_reload(node: fx.Node, offload: fx.Node, where: str) -> None:
@@ -145,6 +143,6 @@ def check_limits(forward: fx.Graph, backward: fx.Graph, limits: Limits, where: s
 
 def _region(reload: fx.Node) -> object:
     """What reads a reload first: a recomputed region, or a node of none."""
-    reader = min(u for u in reload.users if not G.is_transfer(u) and not G.is_order(u))
+    reader = first_reader(reload)
     tag = G.tag(reader)
     return tag.regions if tag is not None and tag.kind is G.Kind.INTERIOR else reader

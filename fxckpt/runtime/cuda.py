@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +21,10 @@ from fxckpt.runtime.pool import Block, PinnedPool
 from fxckpt.runtime.stats import Account, Direction, Meter
 from fxckpt.runtime.tier import Back, Stored, Tier, fill, packed_strides
 
+NO_CUDA_GRAPHS = (
+    "fxckpt: offload cannot be captured in a CUDA graph: a replay would not know whose activation it moves. "
+    'Use torch.compile(t, mode="max-autotune-no-cudagraphs"), or offload=False.'
+)
 _STAGED = 4
 """Blocks of pinned memory between the devices and a disk, at most, in each direction."""
 
@@ -42,12 +45,8 @@ class CudaTier(Tier):
                 self._streams[device.index, direction] = torch.cuda.Stream(device)
             return self._streams[device.index, direction]
 
-    def offload(self, activation: torch.Tensor, account: Account) -> Stored:
+    def offload(self, activation: torch.Tensor, account: Account) -> Pinned:
         """Begin to copy `activation`."""
-        return self.send(activation, account)
-
-    def send(self, activation: torch.Tensor, account: Account) -> Pinned:
-        """The same, for a tier behind this one."""
         _refuse_capture()
         block = self.pool.take(account.nbytes)
         host = block.shaped(activation, packed_strides(activation))
@@ -83,6 +82,10 @@ class Pinned(Stored):
     def wait(self) -> None:
         """Let the computing stream wait; the CPU goes on."""
         _wait(self.done, self._device, self._account)
+
+    def synchronize(self) -> None:
+        """Let the CPU wait until the copy is done. Who holds this method holds the block."""
+        self.done.synchronize()
 
     def reload(self, out: torch.Tensor) -> Back:
         """Begin to copy into `out`, behind what the computing stream has been given."""
@@ -124,8 +127,8 @@ class CudaDiskTier(Tier):
         """Begin to copy `activation` to pinned memory, from where it is written."""
         with account.timing("stall"):
             _bounded(self._writes)
-        pinned = self._cuda.send(activation, account)
-        on_disk = self._disk.send(pinned.host, account, ready=_held(pinned.block, pinned.done.synchronize))
+        pinned = self._cuda.offload(activation, account)
+        on_disk = self._disk.send(pinned.host, account, ready=pinned.synchronize)
         self._writes.append(on_disk.written)
         return _Staged(self, pinned.done, on_disk, activation.device, account)
 
@@ -216,19 +219,6 @@ def _bounded(under_way: deque[Future[Any]]) -> None:
         under_way.popleft().result()
 
 
-def _held(block: Block, ready: Callable[[], None]) -> Callable[[], None]:
-    """`ready`, which keeps `block` in use for as long as it is kept itself."""
-
-    def call() -> None:
-        ready()
-        assert block is not None
-
-    return call
-
-
 def _refuse_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "fxckpt: offload cannot be captured in a CUDA graph: a replay would not know whose activation it moves. "
-            'Use torch.compile(t, mode="max-autotune-no-cudagraphs"), or offload=False.'
-        )
+        raise UnsupportedError(NO_CUDA_GRAPHS)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from fxckpt.runtime.file import SpillFile, Staging
-from fxckpt.runtime.host import empty_packed
 from fxckpt.runtime.stats import Account, Meter
-from fxckpt.runtime.tier import Back, Stored, Tier, fill, is_packed, packed_strides
+from fxckpt.runtime.tier import Back, Stored, Tier, empty_packed, fill, is_packed, packed_strides
 
 STAGING_BYTES = 2 << 20
 """For each direction; an activation passes through it piece by piece, since direct access asks for aligned memory."""
@@ -142,13 +141,8 @@ class OnDisk(Stored):
 
     def reload(self, out: torch.Tensor) -> Back:
         """Begin to read into `out`; where that has gaps, into other memory, and copy when that is waited for."""
-        packed = out if out.stride() == self.strides else empty_like_stored(out, self.strides)
+        packed = out if out.stride() == self.strides else empty_packed(out, self.strides)
         return _Reading(self, out, packed, self._tier.fetch(self, packed))
-
-
-def empty_like_stored(out: torch.Tensor, strides: tuple[int, ...], pin: bool = False) -> torch.Tensor:
-    """Host memory for what `out` is to become, in the `strides` it was stored in."""
-    return torch.empty_strided(out.size(), strides, dtype=out.dtype, device="cpu", pin_memory=pin)
 
 
 class _Reading(Back):

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from fxckpt.runtime.stats import Account
-from fxckpt.runtime.tier import Back, Stored, Tier, fill, packed_strides
+from fxckpt.runtime.tier import Back, Stored, Tier, empty_packed, fill
 
 
 class HostTier(Tier):
@@ -18,11 +18,6 @@ class HostTier(Tier):
         with account.timing("offload", "stall"):
             host = empty_packed(activation).copy_(activation)
         return _Copy(host, account)
-
-
-def empty_packed(shown: torch.Tensor, pin: bool = False) -> torch.Tensor:
-    """Host memory for the elements of `shown`, without gaps."""
-    return torch.empty_strided(shown.size(), packed_strides(shown), dtype=shown.dtype, device="cpu", pin_memory=pin)
 
 
 class _Copy(Stored):

@@ -22,7 +22,8 @@ What happens when they run is the tiers' business (``runtime/tier.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -45,52 +46,36 @@ def _offload(
     return store.current(place).offload(activation, name, region, place)
 
 
+def _offload_fake(activation: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_strided(activation.size(), [0] * activation.dim(), dtype=activation.dtype, device="cpu")
+
+
 def _wait_offload(handle: torch.Tensor, activation: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
     store.wait_offload(handle)
 
 
-def _reload(
-    handle: torch.Tensor,
-    device: torch.device,
-    name: str,
-    order: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    first: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    return store.reload(handle, device, _strides(handle, order, stride))
+def _reload_with(make: Callable[[torch.Tensor, torch.device, Sequence[int]], torch.Tensor]) -> Callable[..., Any]:
+    """The operator, `make` giving the tensor for a handle, a device and strides."""
+
+    def reload(
+        handle: torch.Tensor,
+        device: torch.device,
+        name: str,
+        order: Sequence[int] | None,
+        stride: Sequence[int] | None,
+        first: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        return make(handle, device, _strides(handle, order, stride))
+
+    return reload
 
 
 def _wait_reload(device: torch.Tensor, handle: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
     store.wait_reload(device, handle)
 
 
-def _after(value: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
-    """Order the compiler's schedule; nothing is done or changed."""
-
-
-def _offload_fake(
-    activation: torch.Tensor, name: str, region: str, place: str, first: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    return torch.empty_strided(activation.size(), [0] * activation.dim(), dtype=activation.dtype, device="cpu")
-
-
-def _wait_offload_fake(handle: torch.Tensor, activation: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
-    return None
-
-
-def _reload_fake(
-    handle: torch.Tensor,
-    device: torch.device,
-    name: str,
-    order: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    first: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    return torch.empty_strided(handle.size(), _strides(handle, order, stride), dtype=handle.dtype, device=device)
-
-
-def _wait_reload_fake(device: torch.Tensor, handle: torch.Tensor, first: Sequence[torch.Tensor]) -> None:
-    return None
+def _nothing(*args: Any) -> None:
+    """Waits need no values to be traced, and ``after`` none to run: it orders a compiler's schedule."""
 
 
 def _strides(handle: torch.Tensor, order: Sequence[int] | None, stride: Sequence[int] | None) -> list[int]:
@@ -106,11 +91,11 @@ def _strides(handle: torch.Tensor, order: Sequence[int] | None, stride: Sequence
 
 
 for _name, _run, _fake in (
-    ("after", _after, _after),
+    ("after", _nothing, _nothing),
     ("offload", _offload, _offload_fake),
-    ("wait_offload", _wait_offload, _wait_offload_fake),
-    ("reload", _reload, _reload_fake),
-    ("wait_reload", _wait_reload, _wait_reload_fake),
+    ("wait_offload", _wait_offload, _nothing),
+    ("reload", _reload_with(store.reload), _reload_with(store.empty)),
+    ("wait_reload", _wait_reload, _nothing),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxckpt::{_name}", _fake, lib=_library)

@@ -140,15 +140,20 @@ def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -
     """
     transfer = transfer_of(handle)
     if transfer is None:
-        out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
+        out = empty(handle, device, strides)
         fill(out, handle)
         return out
     assert transfer.stored is not None
     with transfer.telling("reload"):
-        out = torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
+        out = empty(handle, device, strides)
         transfer.backs.append(transfer.stored.reload(own_elements(out)))
     transfer.account.moved("reload")
     return out
+
+
+def empty(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -> torch.Tensor:
+    """Memory on `device` for what `handle` stands for."""
+    return torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
 
 
 def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:
@@ -203,7 +208,9 @@ def current(place: str) -> Store:
 
 def shared(place: str) -> Store:
     """The store for models compiled into others' functions."""
-    return _shared.setdefault(place, Store(told=False))
+    if place not in _shared:
+        _shared.setdefault(place, Store(told=False))
+    return _shared[place]
 
 
 @contextlib.contextmanager

@@ -67,6 +67,12 @@ def packed_strides(shown: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(shown, device="meta", memory_format=torch.preserve_format).stride()
 
 
+def empty_packed(shown: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Host memory for the elements of `shown`, without gaps; in `strides` that have none, or in packed ones."""
+    chosen = packed_strides(shown) if strides is None else strides
+    return torch.empty_strided(shown.size(), chosen, dtype=shown.dtype, device="cpu")
+
+
 def is_packed(shown: torch.Tensor) -> bool:
     """Whether the elements of `shown` are one run of memory."""
     return packed_strides(shown) == shown.stride()

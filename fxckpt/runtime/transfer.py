@@ -90,9 +90,8 @@ class _Memory(array.array):  # type: ignore[type-arg]
 
 def make_handle(transfer: Transfer, activation: torch.Tensor) -> torch.Tensor:
     """A handle of `transfer`, which it keeps alive, in the shape of `activation`."""
-    memory = _Memory(
-        "q", (-1, -1, transfer.number, _MARK)
-    )  # the elements have all bits set, which no computation gives
+    # The elements have all bits set, which no computation gives.
+    memory = _Memory("q", (-1, -1, transfer.number, _MARK))
     memory.transfer = transfer
     _live[transfer.number] = transfer
     storage = torch.frombuffer(memory, dtype=torch.int64).untyped_storage()

@@ -14,6 +14,7 @@ from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.errors import CaptureError, UnsupportedError
 from fxckpt.pipeline import Frame
+from fxckpt.runtime.cuda import NO_CUDA_GRAPHS
 from fxckpt.use import state as states
 from fxckpt.use.absent import dependence, keep_absent
 from fxckpt.use.state import Compilation, Inspected, State
@@ -110,10 +111,7 @@ class MarkingBackend:
 
 def _refuse_cuda_graphs(inputs: Sequence[Any]) -> None:
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
-        raise UnsupportedError(
-            "fxckpt: offload cannot be captured in a CUDA graph: a replay would not know whose activation it moves. "
-            'Use torch.compile(t, mode="max-autotune-no-cudagraphs"), or offload=False.'
-        )
+        raise UnsupportedError(NO_CUDA_GRAPHS)
 
 
 def _convolves_inputs_only(gm: fx.GraphModule) -> bool:

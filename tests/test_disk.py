@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -99,12 +100,13 @@ def test_sizes_that_change_use_the_room_again(tmp_path: Path) -> None:
     for rows in (700, 300, 900, 20, 900, 300, 700) * 3:
         t(x=torch.randn(rows, 8)).backward()
     most = 3 * -(-900 * 8 * 4 // BLOCK) * BLOCK
-    assert disk_of(t, tmp_path)._file.size <= 2 * most
+    assert disk_of(t)._file.size <= 2 * most
     assert fxckpt.stats(t).disk_bytes == 3 * 700 * 8 * 4
 
 
-def disk_of(t: nn.Module, folder: Path) -> Any:
-    return type(t)._fxckpt_state.store._disks[str(folder)]
+def disk_of(t: nn.Module) -> Any:
+    (disk,) = type(t)._fxckpt_state.store._disks.values()
+    return disk
 
 
 def test_a_word_is_enough(want: Step) -> None:
@@ -117,14 +119,18 @@ def test_a_word_is_enough(want: Step) -> None:
 # ---- nothing grows, nothing is left ------------------------------------------------------------------------------
 
 
+def levels_of(t: nn.Module) -> dict[str, int]:
+    levels: dict[str, int] = type(t)._fxckpt_state.store._meter.levels()
+    return levels
+
+
 def steps_are_flat(t: nn.Module, run: Any, steps: int) -> None:
     def levels() -> tuple[int, int, int, int]:
         gc.collect()
         tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
-        levels = type(t)._fxckpt_state.store._meter._levels
-        (disk,) = type(t)._fxckpt_state.store._disks.values()
+        levels = levels_of(t)
         assert levels["disk"] == levels["in_flight"] == 0 and levels["host"] == 2 * STAGING_BYTES
-        return open_files(), threading.active_count(), len(tensors), disk._file.size
+        return open_files(), threading.active_count(), len(tensors), disk_of(t)._file.size
 
     for _ in range(2):
         step(t, run)
@@ -149,12 +155,11 @@ def test_what_is_dropped_gives_its_room_back(t: nn.Module, want: Step) -> None:
     step(t)
     _, batch = model_and_batch()
     loss = t(**batch)
-    levels = type(t)._fxckpt_state.store._meter._levels
-    assert levels["disk"] == 3 * 600 * WIDE * 4
+    assert levels_of(t)["disk"] == 3 * 600 * WIDE * 4
     gc.disable()  # at once, and not when garbage is collected some time
     try:
         del loss
-        settle(lambda: levels["disk"] == 0)
+        settle(lambda: levels_of(t)["disk"] == 0)
     finally:
         gc.enable()
 
@@ -172,11 +177,11 @@ def test_a_model_that_goes_takes_files_and_threads_with_it(tmp_path: Path) -> No
     settle(lambda: (open_files(), threading.active_count()) == (files, threads))
 
 
-def settle(done: Callable[[], bool]) -> None:
+def settle(done: Callable[[], bool], what: str = "") -> None:
     end = time.monotonic() + 5
     while not done() and time.monotonic() < end:
         time.sleep(0.01)
-    assert done()
+    assert done(), what
 
 
 def test_a_copy_of_a_model_and_a_pickled_one_carry_no_transfers(t: nn.Module, want: Step, tmp_path: Path) -> None:
@@ -287,7 +292,7 @@ def test_a_file_system_that_does_not_mean_direct_access(
 ) -> None:
     monkeypatch.setattr(spill.os, "pwrite", Faulty(os.pwrite, fails(errno.EINVAL), number=1))
     assert not differences(step(t).values(), want.values())
-    assert not disk_of(t, Path(type(t)._fxckpt_state.settings.offload.dir))._file._direct
+    assert not disk_of(t)._file._direct
     assert not differences(step(t).values(), want.values())
 
 
@@ -332,6 +337,41 @@ def test_an_interrupt_while_waiting(t: nn.Module, want: Step, monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             step(t)
     assert not differences(step(t).values(), want.values())
+    steps_are_flat(t, t, 3)
+
+
+def test_an_interrupt_at_any_place(t: nn.Module, want: Step) -> None:
+    """As Ctrl-C wherever Python looks for one while the training thread runs the runtime: at calls' begin and end."""
+    folder = os.path.dirname(store.__file__)
+
+    def interrupted_step(number: int) -> int:
+        """Raise at place `number`, counted from 1; how many places were passed."""
+        places = 0
+
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal places
+            if event in ("call", "c_return") and frame.f_code.co_filename.startswith(folder):
+                places += 1
+                if places == number:
+                    raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            step(t)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(before)
+        return places
+
+    step(t)
+    size = disk_of(t)._file.size
+    for number in range(1, interrupted_step(0) + 1):
+        assert interrupted_step(number) == number
+        settle(lambda: levels_of(t)["disk"] == levels_of(t)["in_flight"] == 0, f"place {number}")
+    assert not differences(step(t).values(), want.values())
+    assert disk_of(t)._file.size == size
     steps_are_flat(t, t, 3)
 
 
@@ -400,6 +440,7 @@ SCRIPT = """
 import os, sys, torch
 from tests.test_disk import model_and_batch, on_disk, step
 from pathlib import Path
+from types import FrameType
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 folder = Path(sys.argv[1])
 model, batch = model_and_batch()
@@ -484,36 +525,37 @@ def test_nobody_else_can_open_the_file(file: SpillFile, tmp_path: Path) -> None:
 
 def test_room_is_used_again(file: SpillFile) -> None:
     a, b, c = (file.take(n) for n in (BLOCK, 3 * BLOCK - 5, BLOCK))
-    assert (a, b, c, file.size) == (0, BLOCK, 4 * BLOCK, 5 * BLOCK)
-    file.give_back(b, 3 * BLOCK - 5)
-    assert (file.take(1), file.take(2 * BLOCK), file.size) == (BLOCK, 2 * BLOCK, 5 * BLOCK)
-    for offset, nbytes in ((0, BLOCK), (BLOCK, 1), (2 * BLOCK, 2 * BLOCK), (4 * BLOCK, BLOCK)):
-        file.give_back(offset, nbytes)
+    assert (a.offset, b.offset, c.offset, file.size) == (0, BLOCK, 4 * BLOCK, 5 * BLOCK)
+    del b
+    d, e = file.take(1), file.take(2 * BLOCK)
+    assert (d.offset, e.offset, file.size) == (BLOCK, 2 * BLOCK, 5 * BLOCK)
+    del a, c, d, e
     file.reserve(5 * BLOCK)
-    assert file._free == [(0, 5 * BLOCK)] and file.size == 5 * BLOCK
-    assert file.take(7 * BLOCK) == 0 and file.size == 7 * BLOCK, "what is free at the end is grown"
-    file.give_back(0, 7 * BLOCK)
+    assert file._free() == [(0, 5 * BLOCK)] and file.size == 5 * BLOCK
+    f = file.take(7 * BLOCK)
+    assert f.offset == 0 and file.size == 7 * BLOCK, "what is free at the end is grown"
+    del f
     file.reserve(9 * BLOCK)
-    assert file.size == 9 * BLOCK and file.take(0) == 0
+    assert file.size == 9 * BLOCK and file.take(0).offset == 0
 
 
 def test_what_is_written_is_read(file: SpillFile) -> None:
     staging = Staging(4 * BLOCK)
     staging.memory[:] = bytes(range(256)) * (4 * BLOCK // 256)
-    offset = file.take(3 * BLOCK)
-    file.write(offset, staging.blocks(2 * BLOCK + 7))
+    piece = file.take(3 * BLOCK)
+    file.write(piece.offset, staging.blocks(2 * BLOCK + 7))
     staging.memory[:] = bytes(4 * BLOCK)
-    file.read(offset, staging.blocks(2 * BLOCK + 7))
+    file.read(piece.offset, staging.blocks(2 * BLOCK + 7))
     assert bytes(staging.memory[: 3 * BLOCK]) == bytes(range(256)) * (3 * BLOCK // 256)
 
 
 def test_past_the_page_cache(file: SpillFile) -> None:
     """What was written does not stay in memory."""
     staging = Staging(1 << 20)
-    offset = file.take(64 << 20)
+    piece = file.take(64 << 20)
     before = cached_bytes()
     for at in range(0, 64 << 20, 1 << 20):
-        file.write(offset + at, staging.blocks(1 << 20))
+        file.write(piece.offset + at, staging.blocks(1 << 20))
     assert cached_bytes() - before < 32 << 20
 
 

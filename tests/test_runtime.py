@@ -384,18 +384,18 @@ def test_pinned_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter()
     made = pool.PinnedPool(meter)
     blocks = [made.take(n) for n in (100, 300, 200)]
-    addresses = [b.memory.data_ptr() for b in blocks]
+    addresses = [b.pinned.memory.data_ptr() for b in blocks]
     assert meter.read().host_bytes == 600
     shaped = blocks[0].shaped(torch.zeros(2, 3), (1, 2))
     assert shaped.shape == (2, 3) and shaped.stride() == (1, 2) and shaped.data_ptr() == addresses[0]
-    blocks[2].read = "an event"
+    blocks[2].pinned.busy = "an event"
     del blocks, shaped
     again = made.take(150)
-    assert again.memory.data_ptr() == addresses[2] and again.read == "an event", "the smallest that fits"
+    assert again.pinned.memory.data_ptr() == addresses[2] and again.pinned.busy == "an event", "the smallest that fits"
     large = made.take(500)  # the others go before it comes
-    assert meter._levels["host"] == 200 + 500
+    assert meter.levels()["host"] == 200 + 500
     del again, large
-    assert [made.take(n).memory.nbytes for n in (500, 200)] == [500, 200]
+    assert [made.take(n).pinned.nbytes for n in (500, 200)] == [500, 200]
     assert meter.read().host_bytes == 700
 
 

@@ -51,17 +51,17 @@ class CudaTier(Tier):
         block = self.pool.take(account.nbytes)
         host = block.shaped(activation, packed_strides(activation))
         stream = self.stream(activation.device, "offload")
-        if block.read is not None:
-            stream.wait_event(block.read)
-        done = _copy(stream, host, activation, account, "offload")
+        if block.pinned.busy is not None:
+            stream.wait_event(block.pinned.busy)
+        done = block.pinned.busy = _copy(stream, host, activation, account, "offload")
         return Pinned(self, block, host, activation.device, done, account)
 
     def fetch(self, block: Block, host: torch.Tensor, out: torch.Tensor, start: Any, account: Account) -> Any:
         """Begin to copy `host`, which lies in `block`, into `out`, not before event `start`; the event of its end."""
         stream = self.stream(out.device, "reload")
         stream.wait_event(start)
-        block.read = _copy(stream, out, host, account, "reload", ordered=True)
-        return block.read
+        done = block.pinned.busy = _copy(stream, out, host, account, "reload", ordered=True)
+        return done
 
 
 class Pinned(Stored):
@@ -144,8 +144,8 @@ class CudaDiskTier(Tier):
         def on() -> None:
             end.append(self._cuda.fetch(block, host, out, start, account))
 
-        if block.read is not None:
-            block.read.synchronize()
+        if block.pinned.busy is not None:
+            block.pinned.busy.synchronize()
         read = self._disk.fetch(stored.on_disk, host, then=on)
         self._reads.append(read)
         return read, end

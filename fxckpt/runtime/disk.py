@@ -7,7 +7,6 @@ import ctypes
 import errno
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fxckpt.runtime.file import SpillFile, Staging
-from fxckpt.runtime.stats import Account, Meter
+from fxckpt.runtime.file import Piece, SpillFile, Staging
+from fxckpt.runtime.stats import Account, Held, Meter
 from fxckpt.runtime.tier import Back, Stored, Tier, empty_packed, fill, is_packed, packed_strides
 
 STAGING_BYTES = 2 << 20
@@ -46,6 +45,24 @@ class Outcome:
             raise RuntimeError(f"{type(self.error).__name__}: {self.error}")
 
 
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """What serves one direction: a thread, its staging memory, and what counts that."""
+
+    pool: ThreadPoolExecutor
+    staging: Staging
+    held: Held
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Room taken for one activation: free again when nothing refers to this object, which a write under way does."""
+
+    file: SpillFile
+    piece: Piece
+    held: Held
+
+
 class DiskTier(Tier):
     """A file in `folder`.
 
@@ -64,7 +81,7 @@ class DiskTier(Tier):
     def _start(self) -> None:
         self._lock = threading.Lock()
         self._file: SpillFile | None = None
-        self._lanes: dict[str, tuple[ThreadPoolExecutor, Staging]] = {}
+        self._lanes: dict[str, Lane] = {}
 
     def reserve(self, nbytes: int) -> None:
         """Take room for `nbytes` from the disk now.
@@ -82,17 +99,16 @@ class DiskTier(Tier):
     def send(self, packed: torch.Tensor, account: Account, ready: Callable[[], None] | None = None) -> OnDisk:
         """Begin to write host memory without gaps, once `ready`, called on the writing thread, has returned."""
         file = self._opened()
-        offset = file.take(account.nbytes)
-        self._meter.rise("disk", account.nbytes)
-        pool, staging = self._lane("write")
-        box = [packed]  # emptied by the thread: the memory may go when the write is done, not when its future does
-        written = pool.submit(_write, file, offset, box, account.nbytes, staging, self._checksum, ready)
-        return OnDisk(self, file, offset, packed_strides(packed), account, written)
+        room = Room(file, file.take(account.nbytes), self._meter.hold("disk", account.nbytes))
+        lane = self._lane("write")
+        box = [(room, packed)]  # emptied by the thread: they may go when the write is done, not when its future does
+        written = lane.pool.submit(_write, box, account.nbytes, lane.staging, self._checksum, ready)
+        return OnDisk(self, room, packed_strides(packed), account, written)
 
     def fetch(self, stored: OnDisk, packed: torch.Tensor, then: Callable[[], None] | None = None) -> Future[Outcome]:
         """Begin to read into host memory without gaps; `then` is called on the reading thread afterwards."""
-        pool, staging = self._lane("read")
-        return pool.submit(_read, stored, packed, staging, then)
+        lane = self._lane("read")
+        return lane.pool.submit(_read, [(stored, packed)], lane.staging, then)
 
     def _opened(self) -> SpillFile:
         with self._lock:
@@ -100,13 +116,11 @@ class DiskTier(Tier):
                 self._file = SpillFile(self.folder)
             return self._file
 
-    def _lane(self, direction: str) -> tuple[ThreadPoolExecutor, Staging]:
+    def _lane(self, direction: str) -> Lane:
         with self._lock:
             if direction not in self._lanes:
-                staging = Staging(STAGING_BYTES)
-                self._meter.rise("host", STAGING_BYTES)
-                weakref.finalize(staging, self._meter.fall, "host", STAGING_BYTES).atexit = False
-                self._lanes[direction] = ThreadPoolExecutor(1, f"fxckpt-disk-{direction}"), staging
+                pool = ThreadPoolExecutor(1, f"fxckpt-disk-{direction}")
+                self._lanes[direction] = Lane(pool, Staging(STAGING_BYTES), self._meter.hold("host", STAGING_BYTES))
             return self._lanes[direction]
 
     def after_fork(self) -> None:
@@ -120,17 +134,15 @@ class OnDisk(Stored):
     def __init__(
         self,
         tier: DiskTier,
-        file: SpillFile,
-        offset: int,
+        room: Room,
         strides: tuple[int, ...],
         account: Account,
         written: Future[Outcome],
     ) -> None:
-        self.file, self.offset, self.nbytes = file, offset, account.nbytes
+        self.room, self.nbytes = room, account.nbytes
         self.written = written
         self._tier, self.strides = tier, strides
         self.account = account
-        weakref.finalize(self, _release, file, offset, self.nbytes, written, account.meter).atexit = False
 
     def wait(self) -> None:
         """Block until it is written: until then the thread reads the activation's own memory."""
@@ -161,15 +173,13 @@ class _Reading(Back):
 
 
 def _write(
-    file: SpillFile,
-    offset: int,
-    box: list[torch.Tensor],
+    box: list[tuple[Room, torch.Tensor]],
     nbytes: int,
     staging: Staging,
     checksum: bool,
     ready: Callable[[], None] | None,
 ) -> Outcome:
-    packed = box.pop()
+    room, packed = box.pop()
     start = time.perf_counter()
     checksums = []
     try:
@@ -181,13 +191,15 @@ def _write(
             ctypes.memmove(staging.address, packed.data_ptr() + at, length)
             if checksum:
                 checksums.append(zlib.crc32(staging.memory[:length]))
-            file.write(offset + at, staging.blocks(length))
+            room.file.write(room.piece.offset + at, staging.blocks(length))
     except Exception as error:  # told where the computation waits
         return Outcome(time.perf_counter() - start, error=error.with_traceback(None))
     return Outcome(time.perf_counter() - start, tuple(checksums))
 
 
-def _read(stored: OnDisk, packed: torch.Tensor, staging: Staging, then: Callable[[], None] | None) -> Outcome:
+def _read(box: list[tuple[OnDisk, torch.Tensor]], staging: Staging, then: Callable[[], None] | None) -> Outcome:
+    stored, packed = box.pop()
+    room = stored.room
     start = time.perf_counter()
     try:
         written = stored.written.result()
@@ -195,20 +207,12 @@ def _read(stored: OnDisk, packed: torch.Tensor, staging: Staging, then: Callable
         start = time.perf_counter()
         for number, at in enumerate(range(0, stored.nbytes, staging.nbytes)):
             length = min(staging.nbytes, stored.nbytes - at)
-            stored.file.read(stored.offset + at, staging.blocks(length))
+            room.file.read(room.piece.offset + at, staging.blocks(length))
             if written.checksums and zlib.crc32(staging.memory[:length]) != written.checksums[number]:
-                raise OSError(errno.EIO, "what was read is not what was written (checksum)", stored.file.folder)
+                raise OSError(errno.EIO, "what was read is not what was written (checksum)", room.file.folder)
             ctypes.memmove(packed.data_ptr() + at, staging.address, length)
         if then is not None:
             then()
     except Exception as error:
         return Outcome(time.perf_counter() - start, error=error.with_traceback(None))
     return Outcome(time.perf_counter() - start)
-
-
-def _release(file: SpillFile, offset: int, nbytes: int, written: Future[Outcome], meter: Meter) -> None:
-    def free(_: object) -> None:
-        file.give_back(offset, nbytes)
-        meter.fall("disk", nbytes)
-
-    written.add_done_callback(free)  # a write that is under way goes on writing there

@@ -9,14 +9,23 @@ import mmap
 import os
 import tempfile
 import threading
-from collections import deque
+import weakref
 
 BLOCK = 4096
 """Offsets and lengths are multiples of it, as direct access asks (bytes)."""
 
 
+class Piece:
+    """A part of a file, taken for as long as something refers to this object."""
+
+    def __init__(self, offset: int, length: int) -> None:
+        self.offset, self.length = offset, length
+
+
 class SpillFile:
-    """Room on a disk, taken and given back piece by piece; any thread may call it.
+    """Room on a disk, taken piece by piece; any thread may call it.
+
+    What is free is known from the pieces that live: a Ctrl-C between any two lines leaves none taken.
 
     The page cache is passed by where the file system allows it (``O_DIRECT``), and emptied behind us elsewhere: memory
     that holds what was offloaded would be memory not gained.
@@ -34,9 +43,7 @@ class SpillFile:
         self._direct = _set_direct(self._fd, True)
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two of them adjacent
-        # Filled without the lock: the garbage collector may do that at any time, also while this thread holds it.
-        self._returned: deque[tuple[int, int]] = deque()
+        self._taken: weakref.WeakSet[Piece] = weakref.WeakSet()
         self._size = 0
 
     @property
@@ -51,38 +58,35 @@ class SpillFile:
             OSError: the disk has no room for them.
         """
         with self._lock:
-            self._collect()
-            missing = _rounded(nbytes) - sum(length for _, length in self._free)
+            missing = _rounded(nbytes) - sum(length for _, length in self._free())
             if missing > 0:
                 self._grow(missing)
 
-    def take(self, nbytes: int) -> int:
-        """The offset of a piece of `nbytes`.
+    def take(self, nbytes: int) -> Piece:
+        """A piece of `nbytes` or a little more.
 
         Raises:
             OSError: the disk is full.
         """
         wanted = _rounded(nbytes)
-        if not wanted:
-            return 0
         with self._lock:
             self._check_process()
-            self._collect()
-            fitting = [(length, offset) for offset, length in self._free if length >= wanted]
-            if not fitting:
-                last = self._free[-1] if self._free and sum(self._free[-1]) == self._size else (self._size, 0)
-                self._grow(wanted - last[1])
-                fitting = [(wanted, last[0])]
-            length, offset = min(fitting)
-            self._free.remove((offset, length))
-            if length > wanted:
-                self._insert(offset + wanted, length - wanted)
-            return offset
+            free = self._free()
+            offset, length = min((f for f in free if f[1] >= wanted), key=lambda f: f[1], default=free[-1])
+            if length < wanted:
+                self._grow(wanted - length)
+            piece = Piece(offset, wanted)
+            self._taken.add(piece)
+            return piece
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """The piece at `offset` may be taken again."""
-        if nbytes:
-            self._returned.append((offset, _rounded(nbytes)))
+    def _free(self) -> list[tuple[int, int]]:
+        """Offset and length of what lies between the pieces taken, and of what is behind the last, maybe nothing."""
+        free, at = [], 0
+        for piece in sorted(self._taken, key=lambda piece: piece.offset):
+            if piece.offset > at:
+                free.append((at, piece.offset - at))
+            at = max(at, piece.offset + piece.length)
+        return [*free, (at, self._size - at)]
 
     def write(self, offset: int, memory: memoryview) -> None:
         """Write `memory`, whose length and address are multiples of a block.
@@ -135,26 +139,9 @@ class SpillFile:
         if os.getpid() != self._process:
             raise OSError(errno.EBADF, "the file belongs to the process that this one was forked from", self.folder)
 
-    def _collect(self) -> None:
-        while self._returned:
-            self._insert(*self._returned.popleft())
-
     def _grow(self, nbytes: int) -> None:
         os.posix_fallocate(self._fd, self._size, nbytes)
-        offset, self._size = self._size, self._size + nbytes
-        self._insert(offset, nbytes)
-
-    def _insert(self, offset: int, length: int) -> None:
-        """Add a free piece, joined with those beside it."""
-        kept = []
-        for at, size in self._free:
-            if at + size == offset:
-                offset, length = at, size + length
-            elif offset + length == at:
-                length += size
-            else:
-                kept.append((at, size))
-        self._free = sorted([*kept, (offset, length)])
+        self._size += nbytes
 
 
 class Staging:

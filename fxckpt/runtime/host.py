@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from fxckpt.runtime.stats import Account
@@ -24,8 +22,7 @@ class _Copy(Stored):
     def __init__(self, host: torch.Tensor, account: Account) -> None:
         self._host = host
         self._account = account
-        account.meter.rise("host", account.nbytes)
-        weakref.finalize(self, account.meter.fall, "host", account.nbytes).atexit = False
+        self._held = account.meter.hold("host", account.nbytes)
 
     def wait(self) -> None:
         """Nothing is under way."""

@@ -5,28 +5,43 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fxckpt.runtime.stats import Meter
+from fxckpt.runtime.stats import Held, Meter
 
 
-class Block:
-    """Pinned memory; goes back to its pool when nothing refers to this object.
+@dataclass(eq=False)
+class PinnedMemory:
+    """Pinned memory, in use or kept.
 
     Attributes:
         memory: a one-dimensional uint8 tensor.
-        read: event after which the last copy from it is done, or None.
+        held: counts it.
+        busy: event after which the last copy from or to it is done, or None.
     """
 
-    def __init__(self, memory: torch.Tensor, read: Any) -> None:
-        self.memory = memory
-        self.read = read
+    memory: torch.Tensor
+    held: Held
+    busy: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.memory.nbytes
+
+
+class Block:
+    """Pinned memory in use; goes back to its pool when nothing refers to this object."""
+
+    def __init__(self, pinned: PinnedMemory) -> None:
+        self.pinned = pinned
 
     def shaped(self, like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         """The memory as a tensor of the shape and dtype of `like`."""
-        return torch.empty(0, dtype=like.dtype).set_(self.memory.untyped_storage(), 0, like.size(), strides)
+        return torch.empty(0, dtype=like.dtype).set_(self.pinned.memory.untyped_storage(), 0, like.size(), strides)
 
 
 class PinnedPool:
@@ -39,10 +54,10 @@ class PinnedPool:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._lock = threading.Lock()
-        self._kept: list[tuple[torch.Tensor, Any]] = []
+        self._kept: list[PinnedMemory] = []
         # Filled without the lock: the garbage collector may do that at any time, also while this thread holds it.
-        self._returned: deque[tuple[torch.Tensor, Any]] = deque()
-        self._used = 0
+        self._returned: deque[PinnedMemory] = deque()
+        self._in_use: weakref.WeakSet[Block] = weakref.WeakSet()
         self._most_used = 0
 
     def take(self, nbytes: int) -> Block:
@@ -53,37 +68,31 @@ class PinnedPool:
         """
         wanted = max(nbytes, 1)
         with self._lock:
-            self._collect()
-            fitting = [(m.nbytes, i) for i, (m, _) in enumerate(self._kept) if wanted <= m.nbytes <= 2 * wanted]
-            memory, read = self._kept.pop(min(fitting)[1]) if fitting else (None, None)
-            if memory is None:
+            while self._returned:
+                self._kept.append(self._returned.popleft())
+            fitting = [(one.nbytes, i) for i, one in enumerate(self._kept) if wanted <= one.nbytes <= 2 * wanted]
+            pinned = self._kept.pop(min(fitting)[1]) if fitting else None
+            if pinned is None:
                 self._trim(wanted)
-        if memory is None:
+        if pinned is None:
             memory = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
-            self._meter.rise("host", memory.nbytes)
+            pinned = PinnedMemory(memory, self._meter.hold("host", memory.nbytes))
+        block = Block(pinned)
+        weakref.finalize(block, self._returned.append, pinned).atexit = False
         with self._lock:
-            self._used += memory.nbytes
-            self._most_used = max(self._most_used, self._used)
-        block = Block(memory, read)
-        weakref.finalize(block, self._give_back, memory, lambda held=block.__dict__: held.get("read")).atexit = False
+            self._in_use.add(block)
+            self._most_used = max(self._most_used, self._used())
         return block
 
-    def _give_back(self, memory: torch.Tensor, read: Any) -> None:
-        self._returned.append((memory, read()))
-
-    def _collect(self) -> None:
-        while self._returned:
-            memory, read = self._returned.popleft()
-            self._used -= memory.nbytes
-            self._kept.append((memory, read))
+    def _used(self) -> int:
+        return sum(block.pinned.nbytes for block in self._in_use)
 
     def _trim(self, coming: int) -> None:
         """Let kept blocks go, the smallest first, until `coming` bytes more stay below the most ever in use."""
-        kept = sum(m.nbytes for m, _ in self._kept)
-        self._kept.sort(key=lambda one: -one[0].nbytes)
-        while self._kept and self._used + kept + coming > max(self._most_used, self._used + coming):
-            memory, read = self._kept.pop()
-            if read is not None:
-                read.synchronize()
-            kept -= memory.nbytes
-            self._meter.fall("host", memory.nbytes)
+        used, kept = self._used(), sum(one.nbytes for one in self._kept)
+        self._kept.sort(key=lambda one: -one.nbytes)
+        while self._kept and used + kept + coming > max(self._most_used, used + coming):
+            gone = self._kept.pop()
+            if gone.busy is not None:
+                gone.busy.synchronize()
+            kept -= gone.nbytes

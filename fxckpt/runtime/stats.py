@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,25 +60,58 @@ class Step:
     """On a GPU, what ``seconds`` counts, and the events recorded before and after it."""
 
 
+class Held:
+    """Bytes held at a level, for as long as something refers to this object."""
+
+    __slots__ = ("__weakref__", "level", "nbytes")
+
+    def __init__(self, level: Level, nbytes: int) -> None:
+        self.level, self.nbytes = level, nbytes
+
+
 class Meter:
-    """Counts for one transformed model; any thread may call it."""
+    """Counts for one transformed model; any thread may call it.
+
+    What is held is known from the objects that live, not by adding and subtracting: a Ctrl-C, which may come between
+    any two lines, cannot part the one from the other.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is collected as garbage meanwhile counts as gone
-        self._levels: dict[str, int] = dict.fromkeys(("in_flight", "host", "disk"), 0)
-        self.step = Step(peaks=dict(self._levels))
-        self.live = 0
-        """Transfers whose handle somebody holds."""
+        self._lock = threading.RLock()  # what is collected as garbage meanwhile may end a transfer
+        self._held: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._transfers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.step = Step(peaks=self.levels())
 
     def begin(self) -> None:
         """A new step begins; what is still under way goes on counting for its own."""
         with self._lock:
-            self.step = Step(peaks=dict(self._levels))
+            self.step = Step(peaks=self.levels())
 
-    def lives(self, change: int) -> None:
-        """So many transfers more have a handle."""
+    def levels(self) -> dict[str, int]:
+        """Bytes held now, by level."""
+        levels = dict.fromkeys(("in_flight", "host", "disk"), 0)
         with self._lock:
-            self.live += change
+            for held in self._held:
+                levels[held.level] += held.nbytes
+        return levels
+
+    def hold(self, level: Level, nbytes: int) -> Held:
+        """So many bytes more are held, until the object returned is gone."""
+        with self._lock:
+            held = Held(level, nbytes)
+            self._held.add(held)
+            self.step.peaks[level] = max(self.step.peaks[level], self.levels()[level])
+            return held
+
+    def watch(self, transfer: object) -> None:
+        """A transfer has a handle now; it is over when `transfer` is gone."""
+        with self._lock:
+            self._transfers.add(transfer)
+
+    def idle(self) -> bool:
+        """Whether no activation waits for its backward."""
+        with self._lock:
+            return not len(self._transfers)
 
     def moved(self, step: Step, direction: Direction, nbytes: int) -> None:
         """A transfer begins."""
@@ -94,17 +128,6 @@ class Meter:
         """The same between two events of a GPU, which are read when somebody asks."""
         with self._lock:
             step.timed.append((what, start, end))
-
-    def rise(self, level: Level, nbytes: int) -> None:
-        """So many bytes more are held."""
-        with self._lock:
-            self._levels[level] += nbytes
-            self.step.peaks[level] = max(self.step.peaks[level], self._levels[level])
-
-    def fall(self, level: Level, nbytes: int) -> None:
-        """So many bytes less are held."""
-        with self._lock:
-            self._levels[level] -= nbytes
 
     def read(self) -> TransferStats:
         """The figures of the step now running, or the last one."""

@@ -74,7 +74,7 @@ class Store:
         """Begin to move `activation` out; its handle."""
         if hooks_on_saved_tensors():
             return carry(activation)
-        if not self._told and not self._meter.live:
+        if not self._told and self._meter.idle():
             self.begin_step()
         own = own_elements(activation)
         nbytes = own.numel() * own.element_size()
@@ -166,7 +166,7 @@ def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:
     if transfer is None:
         return
     where = out.untyped_storage().data_ptr()  # unique among these, which keep their memory
-    back = next(b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where)
+    back, *_ = [b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where]
     transfer.backs.remove(back)
     with transfer.telling("reload"):
         back.wait()

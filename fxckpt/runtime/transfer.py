@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxckpt.errors import FxckptError, TransferError
-from fxckpt.runtime.stats import Account
+from fxckpt.runtime.stats import Account, Held
 from fxckpt.runtime.tier import Back, Stored
 
 _numbers = itertools.count(1)
@@ -32,35 +32,25 @@ class Transfer:
         region: the region that starts from the activation, such as ``layers.3``.
         account: where its figures count.
         stored: the activation in its tier, once it has been sent.
-        begun: whether it is on its way, or has been.
-        in_flight: whether the device still has to keep the activation.
+        in_flight: set while the device still has to keep the activation.
         backs: reloads begun and not yet waited for.
     """
 
     region: str
     account: Account
     stored: Stored | None = None
-    begun: bool = False
-    in_flight: bool = False
+    in_flight: Held | None = None
     backs: list[Back] = field(default_factory=list)
     number: int = field(default_factory=lambda: next(_numbers))
 
     def begin(self) -> None:
         """The activation is on its way out."""
-        self.in_flight = self.begun = True
-        self.account.meter.lives(1)
-        self.account.meter.rise("in_flight", self.account.nbytes)
+        self.account.meter.watch(self)
+        self.in_flight = self.account.meter.hold("in_flight", self.account.nbytes)
 
     def end(self) -> None:
         """The device may let the activation go."""
-        if self.in_flight:
-            self.in_flight = False
-            self.account.meter.fall("in_flight", self.account.nbytes)
-
-    def __del__(self) -> None:
-        self.end()  # given up
-        if self.begun:
-            self.account.meter.lives(-1)
+        self.in_flight = None
 
     @contextmanager
     def telling(self, verb: str) -> Iterator[None]:

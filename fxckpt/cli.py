@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +13,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fxckpt.bench.calibrate import calibrate as measure_device
+from fxckpt.bench.calibrate import render_device
 from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.run import run_bench
 from fxckpt.bench.spec import BenchSpec, parse_overrides
 from fxckpt.bench.table import WIDTH, render
 from fxckpt.bench.timeline import compiled_variant, measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
+from fxckpt.decide.device import store_measured
 from fxckpt.errors import FxckptError, SettingsError
 
 DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
@@ -115,6 +120,29 @@ def timeline(
     console = Console()
     for each in found:
         (console if console.is_terminal else Console(width=WIDTH)).print(render_timeline(each, rows))
+
+
+@app.command()
+def calibrate(
+    device: Device = "cpu",
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="A folder on the disk that offload goes to; by default a temporary one."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file, too.")] = None,
+) -> None:
+    """Measure how fast this machine computes and copies, and keep that for what is planned on it.
+
+    Takes some seconds; let nothing else run. Measure again after a change of the machine or of PyTorch's threads.
+    """
+    _check_files(json_file, None)
+    with _Bar() as show:
+        spec = measure_device(device, os.path.abspath(folder or tempfile.gettempdir()), show)
+    path = store_measured(spec)
+    if json_file is not None:
+        json_file.write_text(json.dumps(spec.to_dict(), indent=2) + "\n", encoding="utf-8")
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(render_device(spec), f"kept in {path}")
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:

@@ -31,8 +31,10 @@ from torch import fx
 from fxckpt import graph as G
 from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
+from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.plan import Plan, make_plan
 from fxckpt.decide.policy import Treatment
+from fxckpt.rewrite.lifetimes import bytes_alive
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
@@ -249,8 +251,18 @@ def _overlap(run: _Run) -> None:
     offload = run.request.settings.offload
     if offload is not None and run.transfers:
         order_offloads(run.forward.graph, offload.max_in_flight)
-        inputs = {n.name for n in G.placeholders(run.forward.graph)}
-        order_reloads(run.backward.graph, offload.prefetch, inputs)
+        inputs = G.placeholders(run.forward.graph)
+        peak = max(bytes_alive(list(run.forward.graph.nodes), set(inputs)))
+        order_reloads(run.backward.graph, offload.prefetch, {n.name for n in inputs}, _clock(run), peak)
+
+
+def _clock(run: _Run) -> Clock | None:
+    """How fast transfers are, where that is known."""
+    assert run.backward is not None
+    offload = run.request.settings.offload
+    reload = next((n for n in run.backward.graph.nodes if G.is_reload(n)), None)
+    val = None if reload is None else G.tensor(reload)
+    return None if offload is None or val is None else find_clock(val.device, offload.place)
 
 
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
@@ -324,7 +336,9 @@ def _verify(run: _Run, after: str) -> None:
         verify_joint(run.joint.graph, where, _recomputed(run), told="tags" in run.seconds)
     else:
         offload = run.request.settings.offload if "overlap" in run.seconds else None
-        limits = None if offload is None else Limits(offload.max_in_flight, offload.prefetch)
+        limits = None
+        if offload is not None:
+            limits = Limits(offload.max_in_flight, offload.prefetch if _clock(run) is None else None)
         verify_partition(run.forward, run.backward, run.num_forward_outputs, where, limits)
 
 

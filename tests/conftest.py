@@ -1,4 +1,4 @@
-"""Settings of every test: one thread, and a fresh Dynamo."""
+"""Settings of every test: one thread, a fresh Dynamo, nothing measured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_measured_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What somebody measured on this machine decides nothing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXCKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

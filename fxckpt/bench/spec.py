@@ -57,10 +57,7 @@ class BenchSpec:
                 raise SettingsError(f"{name}={value!r}: it must be a whole number of at least 1.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SettingsError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}.")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise SettingsError(f'device={self.device!r}: use "cpu" or "cuda".')
-        if self.device != "cpu" and not torch.cuda.is_available():
-            raise SettingsError(f"device={self.device!r}: PyTorch sees no CUDA device here; use device cpu.")
+        check_device(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -75,6 +72,18 @@ class BenchSpec:
     def from_dict(cls, fields: Mapping[str, Any]) -> BenchSpec:
         """The inverse of :meth:`to_dict`."""
         return cls(**{**fields, "layers": tuple(fields.get("layers", ()))})
+
+
+def check_device(device: str) -> None:
+    """Refuse what is no device of this machine.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise SettingsError(f'device={device!r}: use "cpu" or "cuda".')
+    if device != "cpu" and not torch.cuda.is_available():
+        raise SettingsError(f"device={device!r}: PyTorch sees no CUDA device here; use device cpu.")
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:

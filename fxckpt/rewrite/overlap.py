@@ -6,7 +6,8 @@ read late (by a whole decoder, by a skip connection) starts after its last reade
 of one storage start together and count as one.
 
 In the backward the copy for a region starts while the region `prefetch` before it has its gradients taken: where enough
-of that region's values are gone, so that the peak does not rise.
+of that region's values are gone, so that the peak does not rise. Where it is known how fast the device computes and its
+place gives back, a copy that would come too late starts as much earlier as the peak of the step allows.
 
 Graph order alone says this to whoever runs the graph node by node. For a compiler that orders anew, each node also
 reads what is to come before it, and is read by what is to come after it (``runtime/ops.py``):
@@ -21,12 +22,15 @@ backward:  reload    reads the gradient behind which it stands             | not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from fxckpt import graph as G
+from fxckpt.decide.clock import Clock
 from fxckpt.rewrite.lifetimes import bytes_alive
 from fxckpt.rewrite.phases import (
     feeds_product,
@@ -153,17 +157,22 @@ def _hold_starts(forward: fx.Graph) -> None:
             started = []
 
 
-def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> None:
+def order_reloads(
+    backward: fx.Graph, prefetch: int, inputs: Container[str], clock: Clock | None = None, ceiling: int = 0
+) -> None:
     """Place the starts of the backward.
 
     Needs: waits right before the first reader of what was reloaded; their ``first`` are the gradients that are there.
     Leaves: each reload in the stretch of the backward `prefetch` groups of waits earlier, a group being the waits for
-    what one region starts from; there where its bytes do not lift the stretch's peak.
+    what one region starts from; there where its bytes do not lift the stretch's peak. With a clock, earlier where that
+    is too late, as far as the step's peak allows.
 
     Args:
         backward: the backward graph.
-        prefetch: how many groups earlier; 0 leaves reloads before their waits.
+        prefetch: how many groups earlier; 0 leaves reloads before their waits, whatever the clock says.
         inputs: names of the graph's placeholders that stay in memory anyway, as what is returned does: neither counts.
+        clock: how long computing and copying takes, or None where that is not known.
+        ceiling: bytes of the step's peak outside the backward, counted alike.
     """
     groups = _groups(backward)
     _wait_for_gradients(groups)
@@ -178,21 +187,87 @@ def order_reloads(backward: fx.Graph, prefetch: int, inputs: Container[str]) -> 
     starts = [order[group[0]] for group in groups]
     first = next(i for i, n in enumerate(nodes) if n.op != "placeholder")
     stretches = [range(a, b) for a, b in zip([first, *starts], starts, strict=False)]
-    for i, group in enumerate(groups):
-        reloads = [w.all_input_nodes[0] for w in group]
-        stretch = stretches[max(i + 1 - prefetch, 0)]
-        places = [p for p in stretch if nodes[p] in gradients and _is_in_memory(nodes[p])]
-        place = _place(places, stretch, alive, sum(map(G.nbytes, reloads)))
-        begin = nodes[stretch.start if stretch else first]
-        if place is not None:
-            _start_behind(backward, reloads, nodes[place])
+    places = [i for i, n in enumerate(nodes) if i >= first and n in gradients and _is_in_memory(n)]
+    coming = [
+        _Coming([w.all_input_nodes[0] for w in group], stretches[max(i + 1 - prefetch, 0)], wait=starts[i])
+        for i, group in enumerate(groups)
+    ]
+    for one in coming:
+        one.place = _place([p for p in places if p in one.stretch], one.stretch, alive, one.nbytes)
+    if clock is not None:
+        _start_in_time(coming, nodes, places, alive, clock, ceiling)
+    for one in coming:
+        begin = nodes[one.stretch.start if one.stretch else first]
+        if one.place is not None:
+            _start_behind(backward, one.reloads, nodes[one.place])
         elif G.is_wait_reload(begin):
-            for reload in reversed(reloads):
+            for reload in reversed(one.reloads):
                 begin.append(reload)
                 G.wait_for(reload, G.waits_for(begin))
         else:
-            for reload in reloads:
+            for reload in one.reloads:
                 begin.prepend(reload)
+
+
+@dataclass
+class _Coming:
+    """What one region starts from, on its way back.
+
+    Attributes:
+        reloads: its parts.
+        stretch: the part of the backward, by positions, in which it is to start.
+        wait: position of the first wait for it.
+        place: position of the node behind which it starts; None for the begin of the stretch.
+    """
+
+    reloads: list[fx.Node]
+    stretch: range
+    wait: int
+    place: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(G.nbytes, self.reloads))
+
+
+def _start_in_time(
+    coming: Sequence[_Coming],
+    nodes: Sequence[fx.Node],
+    places: Sequence[int],
+    alive: Sequence[int],
+    clock: Clock,
+    ceiling: int,
+) -> None:
+    """Move starts to earlier `places`, so that copies, one at a time, are done when they are waited for.
+
+    As far as the bytes alive stay at or below the peak that the step has without that, or `ceiling`. What is waited for
+    first is served first.
+    """
+    begins = [0.0]  # what each node begins at, in seconds
+    for node in nodes:
+        begins.append(begins[-1] + clock.least_compute(node))
+    latest, asked = math.inf, []
+    for one in reversed(coming):
+        latest = min(latest, begins[one.wait]) - clock.reload(one.nbytes)
+        asked.append(latest)
+    level = list(alive)
+    for one in coming:
+        for i in range(one.stretch.start if one.place is None else one.place + 1, one.wait):
+            level[i] += one.nbytes
+    highest = max([*level, ceiling])
+    least = -1
+    for one, wanted in zip(coming, reversed(asked), strict=True):
+        for place in reversed(places):
+            if one.place is None or begins[one.place + 1] <= wanted or place < least:
+                break
+            if place >= one.place:
+                continue
+            if max(level[place + 1 : one.place + 1]) + one.nbytes > highest:
+                break
+            for i in range(place + 1, one.place + 1):
+                level[i] += one.nbytes
+            one.place = place
+        least = least if one.place is None else max(least, one.place)
 
 
 def _place(places: Sequence[int], stretch: range, alive: Sequence[int], nbytes: int) -> int | None:

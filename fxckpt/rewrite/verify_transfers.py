@@ -19,11 +19,12 @@ class Limits:
 
     Attributes:
         max_in_flight: storages that are being offloaded.
-        prefetch: recomputed regions for which reloads have started; with 0, the one that comes next.
+        prefetch: recomputed regions for which reloads have started; with 0, the one that comes next; None where there
+            is no limit but memory.
     """
 
     max_in_flight: int
-    prefetch: int
+    prefetch: int | None
 
 
 def check_transfers(
@@ -129,6 +130,8 @@ def check_limits(forward: fx.Graph, backward: fx.Graph, limits: Limits, where: s
                 raise VerifyError(f"{where}: at {node.name} more than {limits.max_in_flight} offloads are under way.")
         elif G.is_wait_offload(node):
             under_way[G.view_base(node.args[1])] -= 1
+    if limits.prefetch is None:
+        return
     regions: Counter[object] = Counter()
     for node in backward.nodes:
         if G.is_reload(node):

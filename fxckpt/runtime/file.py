@@ -37,6 +37,8 @@ class SpillFile:
         OSError: the folder is missing, or does not let us write.
     """
 
+    _fd = -1  # nothing to close where opening fails
+
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._fd = _open_unnamed(folder)

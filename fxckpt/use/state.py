@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from fxckpt.capture.regions import BoundaryLayer
 from fxckpt.config import Settings
+from fxckpt.decide.device import measured_key
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.policy import Treatment, decide_layers
 from fxckpt.pipeline import Frame, GraphRecord, Request
@@ -88,7 +89,8 @@ class State:
             return self._patterns.get(id(module), ())
 
     def _make_key(self) -> str:
-        return f"{self.settings.key()} {self._pattern_text(self.model)}"
+        measured = "" if self.settings.offload is None else measured_key()
+        return f"{self.settings.key()} {measured} {self._pattern_text(self.model)}"
 
     def frame_key(self, root: nn.Module | None) -> str:
         """The key of a graph captured from a frame of `root`: alike layers, kept or recomputed, have equal graphs."""

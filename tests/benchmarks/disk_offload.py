@@ -2,12 +2,16 @@
 
     python -m tests.benchmarks.disk_offload                              # the bench set's Llama, 4096 tokens, 50 steps
     python -m tests.benchmarks.disk_offload --vocab 1024 --layers 32 --seq 4096 --steps 5
+    python -m tests.benchmarks.disk_offload --read-rate 16 --steps 10    # from a disk that gives 16 MB/s
 
 Two processes train the same model, every layer recomputed, under ``torch.compile``, in turns, a step each: one keeps
 the boundary activations, the other offloads them to a file in ``--dir``. Resident memory is what the operating system
 says: the high-water mark of a step (``VmHWM`` of ``/proc/self/status``, set back before it) over what was resident
 before it. For that, both processes tell the C library to give freed blocks back instead of keeping them
 (``MALLOC_MMAP_THRESHOLD_``).
+
+With ``--read-rate`` reads take as long as they would from such a disk, and a third process takes part, which knows what
+``fxckpt calibrate`` would say of this machine with that disk.
 """
 
 from __future__ import annotations
@@ -34,18 +38,23 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192, help="8192 to a hidden size of 256 is Llama 3's proportion")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--dir", default=tempfile.gettempdir())
-    parser.add_argument("--serve", choices=("keep", "disk"), help=argparse.SUPPRESS)
+    parser.add_argument("--read-rate", type=float, help="MB/s that reads are slowed down to")
+    parser.add_argument("--write-rate", type=float, help="MB/s that writes are slowed down to")
+    parser.add_argument("--serve", choices=("keep", "disk", "calibrated"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options)
         return
-    keep, disk = (Peer(which, sys.argv[1:]) for which in ("keep", "disk"))
-    for peer in (keep, disk):
+    which = ["keep", "disk"] if options.read_rate is None else ["keep", "disk", "calibrated"]
+    if options.read_rate is not None:
+        os.environ["FXCKPT_CACHE"] = measured(options.dir, options.read_rate * 1e6)
+    peers = [Peer(one, sys.argv[1:]) for one in which]
+    for peer in peers:
         print(f"{peer.which}: first steps {peer.ask('warm')['seconds']:.0f} s", flush=True)
-    times: list[tuple[float, float]] = []
-    for _ in range(options.steps):
-        times.append((keep.ask("step")["seconds"], disk.ask("step")["seconds"]))
-    print(report(keep.ask("figures"), disk.ask("figures"), times))
+    times = [[peer.ask("step")["seconds"] for peer in peers] for _ in range(options.steps)]
+    keep, *others = [peer.ask("figures") for peer in peers]
+    for i, other in enumerate(others, 1):
+        print(f"{peers[i].which}:", report(keep, other, [(row[0], row[i]) for row in times]), sep="\n")
 
 
 def report(keep: dict[str, Any], disk: dict[str, Any], times: list[tuple[float, float]]) -> str:
@@ -73,6 +82,8 @@ class Peer:
         self.which = which
         command = [sys.executable, "-m", "tests.benchmarks.disk_offload", "--serve", which, *arguments]
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+        if which != "calibrated":
+            env.pop("FXCKPT_CACHE", None)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, what: str) -> dict[str, Any]:
@@ -112,7 +123,9 @@ def serve(options: argparse.Namespace) -> None:
     }
     spec = BenchSpec("llama", batch=options.batch, seq=options.seq, overrides={**DECODER, **over})
     model, batch = load(spec)
-    offload = fxckpt.Offload(to="disk", dir=options.dir) if options.serve == "disk" else False
+    slow_down("read", options.read_rate)
+    slow_down("write", options.write_rate)
+    offload = fxckpt.Offload(to="disk", dir=options.dir) if options.serve != "keep" else False
     t = fxckpt.transform(model, offload=offload)
     step = TrainingStep(model, torch.compile(t), batch, seed=0)
     stalls: list[float] = []
@@ -147,6 +160,38 @@ def serve(options: argparse.Namespace) -> None:
                 "files": (before[1], after[1]),
             }
         print(json.dumps(answer), flush=True)
+
+
+def slow_down(direction: str, rate: float | None) -> None:
+    """Let reads or writes of our files take at least as long as from or to a disk of `rate` MB/s."""
+    import time
+
+    from fxckpt.runtime.file import SpillFile
+
+    if rate is None:
+        return
+    move, bytes_per_second = getattr(SpillFile, direction), rate * 1e6
+
+    def slow(self: SpillFile, offset: int, memory: memoryview) -> None:
+        start = time.perf_counter()
+        move(self, offset, memory)
+        time.sleep(max(0.0, len(memory) / bytes_per_second - (time.perf_counter() - start)))
+
+    setattr(SpillFile, direction, slow)
+
+
+def measured(folder: str, read_rate: float) -> str:
+    """A folder with what is known of this machine when its disk gives `read_rate` bytes a second."""
+    import torch
+
+    from fxckpt.bench.calibrate import product_rate
+    from fxckpt.decide.device import DeviceSpec, Disk, identity, store_measured
+
+    os.environ["FXCKPT_CACHE"] = tempfile.mkdtemp()
+    cpu = torch.device("cpu")
+    flops = {"float32": product_rate(cpu, torch.float32)}
+    store_measured(DeviceSpec(identity(cpu), "measured", flops, disks=(Disk(folder, read_rate, read_rate),)))
+    return os.environ["FXCKPT_CACHE"]
 
 
 if __name__ == "__main__":

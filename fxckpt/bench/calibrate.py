@@ -1,0 +1,146 @@
+"""Measure how fast this machine is: products, memory, copies to the host, a disk."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from rich.table import Table
+
+from fxckpt.bench.spec import check_device
+from fxckpt.decide.device import DeviceSpec, Disk, identity
+from fxckpt.errors import TransferError
+from fxckpt.runtime.disk import DiskTier, OnDisk
+from fxckpt.runtime.stats import Account, Meter, Step
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ENOUGH_SECONDS = 0.1
+"""A product, or a copy, that takes this long says how fast they are."""
+LARGEST = 16384
+"""Rows and columns of the largest product tried."""
+BLOCK_BYTES, BLOCKS = 32 << 20, 8
+"""What goes to a disk and back: so many blocks, each as large as an activation may be."""
+REPEATS = 5
+
+Progress = Callable[[int, int, str], None]
+
+
+def calibrate(device: str, folder: str, on_progress: Progress = lambda done, total, text: None) -> DeviceSpec:
+    """Measure a device, and the disk of a folder.
+
+    Takes some seconds. What else runs on the machine makes it slower than it is.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        folder: a folder on the disk.
+        on_progress: called with what is done, out of how much, and what is done now.
+
+    Raises:
+        SettingsError: there is no such device.
+        TransferError: the folder cannot take 256 MiB.
+    """
+    check_device(device)
+    where = torch.device(device)
+    total = len(DTYPES) + 3
+    flops: dict[str, float] = {}
+    for i, dtype in enumerate(DTYPES):
+        name = str(dtype).removeprefix("torch.")
+        on_progress(i, total, f"products of {name}")
+        flops[name] = product_rate(where, dtype)
+    on_progress(total - 3, total, "memory")
+    bandwidth = 2 * _copy_rate(torch.empty(BLOCK_BYTES * BLOCKS, dtype=torch.uint8, device=where), where)
+    on_progress(total - 2, total, "copies to the host")
+    to_host, from_host = _host_rates(where) if where.type == "cuda" else (None, None)
+    on_progress(total - 1, total, f"disk of {folder}")
+    disk = _disk_rates(folder)
+    on_progress(total, total, "")
+    source = f"measured on {datetime.date.today().isoformat()}"
+    return DeviceSpec(identity(where), source, flops, bandwidth, to_host, from_host, (disk,))
+
+
+def render_device(spec: DeviceSpec) -> Table:
+    """The figures as a table."""
+    table = Table(title=f"{spec.name} ({spec.source})", title_justify="left")
+    table.add_column("what")
+    table.add_column("rate", justify="right")
+    for name, rate in spec.flops.items():
+        table.add_row(f"matrix products, {name}", f"{rate / 1e9:,.1f} GFLOP/s")
+    rows = [("memory, read and written", spec.bandwidth), ("to the host", spec.to_host)]
+    rows.append(("from the host", spec.from_host))
+    for disk in spec.disks:
+        rows += [(f"to the disk of {disk.folder}", disk.write), (f"from the disk of {disk.folder}", disk.read)]
+    for what, found in rows:
+        if found is not None:
+            table.add_row(what, f"{found / 1e9:,.2f} GB/s")
+    return table
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the smallest product of square matrices that takes long enough."""
+    n = 256
+    while True:
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        torch.mm(a, b)
+        seconds = next(_timed(functools.partial(torch.mm, a, b), device))
+        if seconds >= ENOUGH_SECONDS or n == LARGEST:
+            break
+        n *= 2
+    return float(2 * n**3 / _median(functools.partial(torch.mm, a, b), device))
+
+
+def _copy_rate(source: torch.Tensor, target: torch.device, pinned: bool = False) -> float:
+    """Bytes per second of copies of `source` to memory on `target`."""
+    out = torch.empty_like(source, device=target, pin_memory=pinned)
+    device = source.device if source.device.type == "cuda" else target
+    out.copy_(source)
+    return source.nbytes / _median(lambda: out.copy_(source, non_blocking=True), device)
+
+
+def _host_rates(device: torch.device) -> tuple[float, float]:
+    on_device = torch.empty(BLOCK_BYTES * BLOCKS, dtype=torch.uint8, device=device)
+    on_host = torch.empty(BLOCK_BYTES * BLOCKS, dtype=torch.uint8, pin_memory=True)
+    return _copy_rate(on_device, torch.device("cpu"), pinned=True), _copy_rate(on_host, device)
+
+
+def _disk_rates(folder: str) -> Disk:
+    """As training uses it: through the disk tier, both directions apart."""
+    meter = Meter()
+    tier = DiskTier(folder, meter)
+    account = Account("calibration", BLOCK_BYTES, meter, Step())
+    block = torch.randint(256, (BLOCK_BYTES,), dtype=torch.uint8)  # a disk may be quick with zeros
+    try:
+        tier.reserve(BLOCK_BYTES * BLOCKS)
+        start = time.perf_counter()
+        stored: list[OnDisk] = [tier.send(block, account) for _ in range(BLOCKS)]
+        for one in stored:
+            one.wait()
+        written = time.perf_counter()
+        for one in stored:
+            one.reload(block).wait()
+        read = time.perf_counter()
+    except OSError as error:
+        nbytes = BLOCK_BYTES * BLOCKS
+        raise TransferError(
+            f"{folder} cannot take {nbytes} bytes: {error}. Choose another folder with --dir."
+        ) from error
+    nbytes = BLOCK_BYTES * BLOCKS
+    return Disk(folder, nbytes / (written - start), nbytes / (read - written))
+
+
+def _median(run: Callable[[], object], device: torch.device) -> float:
+    times = _timed(run, device)
+    return statistics.median(next(times) for _ in range(REPEATS))
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> Iterator[float]:
+    """Seconds of `run`, again and again."""
+    while True:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield time.perf_counter() - start

@@ -19,7 +19,7 @@ from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.run import run_bench
 from fxckpt.bench.spec import BenchSpec, parse_overrides
 from fxckpt.bench.table import WIDTH, render
-from fxckpt.bench.timeline import compiled_variant, measure_timeline, plot_timeline, render_timeline
+from fxckpt.bench.timeline import captured_variant, measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
 from fxckpt.decide.device import store_measured
 from fxckpt.errors import FxckptError, SettingsError
@@ -94,7 +94,7 @@ def bench(
 @app.command()
 def timeline(
     model: Model,
-    variants: Annotated[str, typer.Option(help="Compiled ways to run the step, comma-separated.")] = "fxckpt@1",
+    variants: Annotated[str, typer.Option(help="Ways to run the step that capture it, comma-separated.")] = "fxckpt@1",
     batch: Batch = 2,
     seq: Seq = 128,
     dtype: Dtype = None,
@@ -106,12 +106,12 @@ def timeline(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the bytes over the steps.")] = None,
 ) -> None:
-    """Show what is in memory at the peak of a compiled training step: which values, of which layers, made where."""
+    """Show what is in memory at the peak of a captured training step: which values, of which layers, made where."""
     _check_files(json_file, plot_file)
     spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout)
     ways = variants.split(",")
     for way in ways:  # a mistake is told before anything is compiled
-        compiled_variant(way)
+        captured_variant(way)
     found = [measure_timeline(spec, way) for way in ways]
     if json_file is not None:
         json_file.write_text(json.dumps([t.to_dict() for t in found], indent=2) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ verifier when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from fxckpt import graph as G
 from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.clock import Clock, find_clock
+from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
 from fxckpt.decide.plan import Plan, make_plan
 from fxckpt.decide.policy import Treatment
 from fxckpt.rewrite.lifetimes import bytes_alive
@@ -141,6 +142,32 @@ class GraphRecord:
     def offloaded_bytes(self) -> int:
         """Bytes of the activations that leave the device in a step, by the sizes they were traced with."""
         return sum(G.nbytes(n) for n in self.saved if G.is_offload(n))
+
+    @property
+    def activations(self) -> frozenset[str]:
+        """Names of the graph's inputs that need a gradient and are no parameters: results of an earlier graph."""
+        inputs = [n for n in G.placeholders(self.joint.graph) if not G.is_tangent(n)]
+        gradients = G.output_args(self.joint.graph)[self.num_forward_outputs :]
+        return frozenset(
+            node.name
+            for node, gradient, is_parameter in zip(inputs, gradients, self.parameters, strict=False)
+            if gradient is not None and not is_parameter
+        )
+
+
+def current_records(records: Sequence[GraphRecord]) -> list[GraphRecord]:
+    """Those of one training step: for each frame, the graphs of the last call that it was captured in."""
+    latest = {(r.frame.function, r.frame.root): r.frame.call for r in records}
+    return [r for r in records if latest[r.frame.function, r.frame.root] == r.frame.call]
+
+
+def simulate_records(records: Sequence[GraphRecord]) -> list[GraphTimeline]:
+    """The memory of a training step that runs the graphs of `records` node by node (see :func:`simulate`)."""
+    pairs = [
+        StepGraphs(r.forward.graph, r.backward.graph, r.num_forward_outputs, r.activations)
+        for r in current_records(records)
+    ]
+    return simulate(pairs)
 
 
 @dataclass

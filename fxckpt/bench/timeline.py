@@ -1,102 +1,44 @@
-"""Where the bytes go: what is in memory at each step of a compiled training step, by region and by kind.
+"""Where the bytes go: what is in memory at each moment of a training step, by module and by kind.
 
-Inductor's own account is read, kernel by kernel, and its nodes are mapped back to the modules that made them. What an
-operator allocates inside itself is not in it; the peak that was measured stands beside it.
+Of a compiled step Inductor's own account is read, kernel by kernel, and its nodes are mapped back to the modules that
+made them; a step that runs node by node is simulated. What an operator allocates inside itself is in neither; the peak
+that was measured stands beside it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import fx
+from torch import nn
 
+import fxckpt
 from fxckpt import graph as G
 from fxckpt.bench.load import load
 from fxckpt.bench.plot import check_plot, new_figure
 from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import TrainingStep
 from fxckpt.bench.variants import KINDS, Variant, parse_variant
+from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline, Value, module_path
 from fxckpt.errors import SettingsError
+from fxckpt.pipeline import simulate_records
 from fxckpt.show.tables import bytes_text
 from fxckpt.torch_private import Schedule, ScheduledValue, recorded_schedules
 
-SAVED, RECOMPUTED, OF_PARAMETERS, OTHER = "saved for backward", "recomputed", "parameters' gradients", "other"
+PLAIN = "fxckpt-plain"
 COLOURS = {SAVED: "#2c5f8a", RECOMPUTED: "#c0392b", OF_PARAMETERS: "#7f8c8d", OTHER: "#e0b46c"}
 
 
 @dataclass(frozen=True)
-class Value:
-    """A value in memory.
-
-    Attributes:
-        name: its node's name, or Inductor's for it.
-        kind: ``"saved for backward"``, ``"recomputed"``, ``"parameters' gradients"`` or ``"other"``.
-        nbytes: bytes of its storage.
-        module: the module that made it, by its path; empty where unknown.
-        source: the source line that made it; empty where unknown.
-        first: the step that makes it.
-        last: the step after which it is free.
-    """
-
-    name: str
-    kind: str
-    nbytes: int
-    module: str
-    source: str
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class GraphTimeline:
-    """The memory of one compiled graph over its steps.
-
-    Attributes:
-        is_backward: whether it is a backward graph.
-        modules: for each step, the module whose work it is; empty where unknown.
-        values: all values but parameters and the batch.
-    """
-
-    is_backward: bool
-    modules: tuple[str, ...]
-    values: tuple[Value, ...]
-
-    def bytes_by_kind(self) -> dict[str, list[int]]:
-        """Bytes in memory at each step, by kind."""
-        found = {kind: [0] * len(self.modules) for kind in COLOURS}
-        for value in self.values:
-            for step in range(value.first, value.last + 1):
-                found[value.kind][step] += value.nbytes
-        return found
-
-    @property
-    def totals(self) -> list[int]:
-        """Bytes in memory at each step."""
-        return [sum(parts) for parts in zip(*self.bytes_by_kind().values(), strict=True)]
-
-    @property
-    def peak(self) -> int:
-        """The step with the most bytes."""
-        totals = self.totals
-        return max(range(len(totals)), key=totals.__getitem__, default=0)
-
-    def alive(self, step: int) -> list[Value]:
-        """What is in memory at a step, the largest first."""
-        return sorted((v for v in self.values if v.first <= step <= v.last), key=lambda v: (-v.nbytes, v.first))
-
-
-@dataclass(frozen=True)
 class Timeline:
-    """The compiled graphs of one training step, in the order of their compilation, and what was measured.
+    """The graphs of one training step, in the order of their compilation or of their run, and what was measured.
 
     Attributes:
         variant: the way that the step was run.
@@ -127,40 +69,43 @@ class Timeline:
 
 
 def measure_timeline(spec: BenchSpec, variant: str) -> Timeline:
-    """Compile a training step and read its memory.
+    """Capture a training step and read its memory.
 
     Args:
         spec: the model and its batch.
-        variant: a compiled variant, such as ``"fxckpt@1"`` or ``"hf-compile@1"``.
+        variant: one whose graphs are captured, such as ``"fxckpt@1"``, ``"fxckpt-plain@1"`` or ``"hf-compile@1"``.
 
     Raises:
-        SettingsError: there is no such model or variant, or the variant is not compiled with Inductor.
+        SettingsError: there is no such model or variant, or the variant runs no graphs.
     """
-    chosen = compiled_variant(variant)
+    chosen = captured_variant(variant)
     torch.compiler.reset()
     model, batch = load(spec)
-    step = TrainingStep(model, KINDS[chosen.kind].make(model, chosen, spec), batch, spec.seed)
+    run = KINDS[chosen.kind].make(model, chosen, spec)
+    step = TrainingStep(model, run, batch, spec.seed)
     with recorded_schedules() as schedules:
         step.timed()
     step.timed()
     _, peak = step.memory()
+    if chosen.kind == PLAIN:
+        return Timeline(str(chosen), tuple(simulate_records(fxckpt.graphs(cast("nn.Module", run)))), peak)
     return Timeline(str(chosen), tuple(_graph(s) for s in schedules if s.steps), peak)
 
 
-def compiled_variant(text: str) -> Variant:
+def captured_variant(text: str) -> Variant:
     """One variant from its text.
 
     Raises:
-        SettingsError: there is no such variant, or it is not compiled with Inductor.
+        SettingsError: there is no such variant, or it runs no graphs.
     """
     chosen = parse_variant(text)
-    if not chosen.compiled or chosen.kind == "fxckpt-plain":
-        raise SettingsError(f"--variants {text}: only what torch.compile compiles has a timeline, such as fxckpt@1.")
+    if not chosen.compiled:
+        raise SettingsError(f"--variants {text}: only what runs graphs has a timeline, such as fxckpt@1.")
     return chosen
 
 
 def _graph(schedule: Schedule) -> GraphTimeline:
-    modules = tuple(next((m for n in reversed(nodes) if (m := _module(n))), "") for nodes in schedule.steps)
+    modules = tuple(next((m for n in reversed(nodes) if (m := module_path(n))), "") for nodes in schedule.steps)
     made = (v for v in schedule.values if v.is_output or v.last > v.first)  # others live in a kernel's registers
     values = tuple(_value(v, schedule.is_backward) for v in made if v.nbytes)
     return GraphTimeline(schedule.is_backward, modules, values)
@@ -178,13 +123,8 @@ def _value(value: ScheduledValue, is_backward: bool) -> Value:
         kind = OTHER
     name, module, source = value.name, "", ""
     if node is not None:
-        name, module, source = node.name, _module(node), G.source_line(node)
+        name, module, source = node.name, module_path(node), G.source_line(node)
     return Value(name, kind, value.nbytes, module, source, value.first, value.last)
-
-
-def _module(node: fx.Node) -> str:
-    calls = G.module_stack(node) or G.module_stack(node, "fwd_nn_module_stack")
-    return re.sub(r"^L\['self'\]\.?", "", calls[-1][2]) if calls else ""
 
 
 # ---- shown ----------------------------------------------------------------------------------------------------------

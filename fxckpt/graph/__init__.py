@@ -36,6 +36,11 @@ from fxckpt.graph.sizes import hint as hint
 from fxckpt.graph.sizes import nbytes as nbytes
 from fxckpt.graph.sizes import storage_nbytes as storage_nbytes
 from fxckpt.graph.sizes import tensor_nbytes as tensor_nbytes
+from fxckpt.graph.storages import Lifetime as Lifetime
+from fxckpt.graph.storages import Storage as Storage
+from fxckpt.graph.storages import lifetimes as lifetimes
+from fxckpt.graph.storages import returned as returned
+from fxckpt.graph.storages import storage_of as storage_of
 from fxckpt.graph.structure import is_tangent as is_tangent
 from fxckpt.graph.structure import loosen_views as loosen_views
 from fxckpt.graph.structure import output_args as output_args

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import accumulate
 
 from torch import fx
 
@@ -22,26 +23,8 @@ def bytes_alive(nodes: Sequence[fx.Node], resident: Container[fx.Node] = ()) -> 
     Returns:
         Bytes for each node, its inputs and results included.
     """
-    last: dict[fx.Node, int] = {}
-    for i, node in enumerate(nodes):
-        last.setdefault(node, i)
-        for read in node.all_input_nodes:
-            base = G.view_base(read)
-            last[base] = max(last.get(base, i), i)
     change = [0] * (len(nodes) + 1)
-    for i, node in enumerate(nodes):
-        if node in resident or G.view_base(node) is not node or G.is_getitem(node):
-            continue
-        size = _storage_bytes(node)
-        change[i] += size
-        change[last[node] + 1] -= size
-    alive, total = [], 0
-    for i in range(len(nodes)):
-        total += change[i]
-        alive.append(total)
-    return alive
-
-
-def _storage_bytes(node: fx.Node) -> int:
-    val = G.tensor(node)
-    return G.nbytes(node) if val is None else G.storage_nbytes(val)
+    for life in G.lifetimes(nodes, resident).values():
+        change[life.first] += life.nbytes
+        change[life.last + 1] -= life.nbytes
+    return list(accumulate(change[:-1]))

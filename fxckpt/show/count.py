@@ -78,17 +78,6 @@ def is_offload(node: fx.Node) -> bool:
     return node.target is torch.ops.fxckpt.offload.default
 
 
-def activation_inputs(record: GraphRecord) -> frozenset[str]:
-    """Names of the graph's inputs that need a gradient and are no parameters: activations of an earlier graph."""
-    inputs = [n for n in G.placeholders(record.joint.graph) if not G.is_tangent(n)]
-    gradients = G.output_args(record.joint.graph)[record.num_forward_outputs :]
-    return frozenset(
-        node.name
-        for node, gradient, is_parameter in zip(inputs, gradients, record.parameters, strict=False)
-        if gradient is not None and not is_parameter
-    )
-
-
 # --- without the rewrite ----------------------------------------------------------------------------------------------
 
 _baselines: WeakKeyDictionary[fx.GraphModule, int] = WeakKeyDictionary()
@@ -106,7 +95,7 @@ def baseline_saved_bytes(record: GraphRecord) -> int:
             forward, _ = min_cut_rematerialization_partition(copied, (), **options)
         outputs = G.output_args(forward.graph)[record.num_forward_outputs :]
         saved = [n for n in outputs if isinstance(n, fx.Node)]
-        _baselines[record.joint] = sum(h.held_bytes for h in held(saved, activation_inputs(record)))
+        _baselines[record.joint] = sum(h.held_bytes for h in held(saved, record.activations))
     return _baselines[record.joint]
 
 

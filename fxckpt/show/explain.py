@@ -14,7 +14,7 @@ from fxckpt.config import Settings
 from fxckpt.decide.cost import total_flops
 from fxckpt.decide.plan import Boundary, RegionPlan
 from fxckpt.decide.policy import Treatment
-from fxckpt.pipeline import GraphRecord
+from fxckpt.pipeline import GraphRecord, current_records
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import count
 from fxckpt.show.data import BoundaryFigures, Explanation, GraphFigures, RegionFigures, SavedValue, Why
@@ -31,8 +31,8 @@ def explain_records(
         model: class name of the model.
         transfers: figures of its last step's transfers.
     """
-    latest = {(r.frame.function, r.frame.root): r.frame.call for r in records}
-    graphs = [_graph(r, latest[r.frame.function, r.frame.root] == r.frame.call) for r in records]
+    current = {id(r) for r in current_records(records)}
+    graphs = [_graph(r, id(r) in current) for r in records]
     return Explanation(model, _settings(settings), tuple(graphs), transfers)
 
 
@@ -50,7 +50,7 @@ def region_figures(record: GraphRecord) -> tuple[tuple[RegionFigures, ...], tupl
     """Figures of a graph's regions, and the values saved outside them."""
     regions = count.innermost_regions(record)
     saved: dict[str | None, list[SavedValue]] = {}
-    for entry in count.held(record.saved, count.activation_inputs(record)):
+    for entry in count.held(record.saved, record.activations):
         where, value = _saved_value(record, entry, regions)
         saved.setdefault(where, []).append(value)
     forward: dict[str, list[fx.Node]] = {}

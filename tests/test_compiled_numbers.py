@@ -10,9 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.utils import counters
 
 import fxckpt
+from fxckpt import graph as G
 from tests.helpers import Step, assert_close, boundary_layers, differences, train_step
+from tests.situations.models import Batch, stack
 from tests.test_numbers import Setting, settings_of
 from tests.zoo import REGISTRY, build
 
@@ -55,6 +59,42 @@ def test_inductor_equals_stock_compile(
     name: str, every_n: int, offload: bool, dropout: bool, bitwise: dict[str, bool]
 ) -> None:
     check(name, (every_n, offload, dropout), bitwise)
+
+
+class Attention(nn.Module):
+    """Attention as a formula, which Inductor makes one operator of, and dropout nowhere else in the model."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = self.dropout(torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / 8**0.5, -1))
+        return x + torch.matmul(weights, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("n", [1, 3])
+def test_attention_that_inductor_recognises(n: int, dropout: float, offload: bool) -> None:
+    """While Inductor looks for it, it captures patterns, too; and where one layer alone draws, it has the seeds."""
+
+    def model_and_batch() -> tuple[nn.Module, Batch]:
+        return stack(lambda: Attention(dropout), n=n, shape=(2, 16, 32))
+
+    model, batch = model_and_batch()
+    want = train_step(torch.compile(model), model, batch)
+    torch._dynamo.reset()
+    model, batch = model_and_batch()
+    t = fxckpt.transform(model, layers=Attention, offload=offload, verify=True)
+    counters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert_close(train_step(torch.compile(t), model, batch), want)
+    assert counters["inductor"]["fuse_attention"]
+    (record,) = fxckpt.graphs(t)
+    assert not [n.name for n in record.saved if G.tag(n) is not None and G.tag(n).kind is G.Kind.INTERIOR]
 
 
 @pytest.mark.slow

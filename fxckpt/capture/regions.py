@@ -117,7 +117,7 @@ def _owners_of_parts(
 
 
 def _adopt_strays(forward: list[fx.Node], chains: dict[fx.Node, tuple[Region, ...]]) -> None:
-    """A node of no region that is fed from a region and only used in it is in it.
+    """A node of no region that is fed from a region and only used in it, or in the backward, is in it.
 
     Joint-graph passes make nodes without a stack, and what a layer run by its ``forward`` does outside its parts has
     the stack of its caller.
@@ -132,5 +132,6 @@ def _adopt_strays(forward: list[fx.Node], chains: dict[fx.Node, tuple[Region, ..
             continue
         users = [chains[u] for u in node.users if u in chains]
         innermost = fed[node][-1]
-        if users and all(innermost in chain for chain in users):
+        is_used = users or (node.users and all(u.op == "call_function" for u in node.users))
+        if is_used and all(innermost in chain for chain in users):
             chains[node] = fed[node]

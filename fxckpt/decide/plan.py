@@ -154,13 +154,17 @@ def _inside(region: Region, treatments: Mapping[str, Treatment]) -> str | None:
 
 
 def _owners(regions: Sequence[Region], treatments: Mapping[str, Treatment]) -> dict[fx.Node, Region]:
-    """For each node of a recomputed region, the outermost recomputed region it is in."""
+    """For each node of a recomputed region, the outermost recomputed region it is in.
+
+    The seeds of random operators are of no region, wherever they are drawn: drawn again they would be others.
+    """
     owner: dict[fx.Node, Region] = {}
     for region in regions:
         around = _outermost(region, treatments)
         if around is not None:
             for node in region.nodes:
-                owner.setdefault(node, around)
+                if not G.makes_seeds(node):
+                    owner.setdefault(node, around)
     return owner
 
 

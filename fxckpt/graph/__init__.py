@@ -30,6 +30,7 @@ from fxckpt.graph.operators import is_reload as is_reload
 from fxckpt.graph.operators import is_transfer as is_transfer
 from fxckpt.graph.operators import is_wait_offload as is_wait_offload
 from fxckpt.graph.operators import is_wait_reload as is_wait_reload
+from fxckpt.graph.operators import makes_seeds as makes_seeds
 from fxckpt.graph.operators import wait_for as wait_for
 from fxckpt.graph.operators import waits_for as waits_for
 from fxckpt.graph.sizes import hint as hint

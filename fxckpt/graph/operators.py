@@ -51,6 +51,11 @@ def wait_for(node: fx.Node, first: Iterable[fx.Node]) -> None:
     node.args = (*node.args[:-1], list(wanted))
 
 
+def makes_seeds(node: fx.Node) -> bool:
+    """Whether `node` draws the seeds that Inductor's random operators of a graph read, a few bytes for each."""
+    return getattr(node.target, "namespace", "") == "prims" and str(node.target).startswith("prims.inductor_seed")
+
+
 def draws_random(node: fx.Node) -> bool:
     """Whether `node` reads the random number generator."""
     target = node.target

@@ -53,6 +53,8 @@ PartitionHook = Callable[
 
 _original_stage: Callable[..., Any] = _graph_compile._aot_stage2a_partition
 _hook: PartitionHook | None = None
+_partitioning = threading.local()
+"""Whether this thread is in a partition step. Joint graphs that Inductor traces there are patterns it looks for."""
 
 
 def install_partition_hook(hook: PartitionHook) -> None:
@@ -71,7 +73,9 @@ def _partition_stage(
     fx_g: fx.GraphModule, joint_inputs: Any, subclass_meta: Any, fw_metadata: Any, aot_config: Any, *rest: Any
 ) -> Any:
     partition: Partition = rest[0] if rest else aot_config.partition_fn
-    rewrite = _hook(fx_g, _describe_capture(joint_inputs, fw_metadata, aot_config, partition)) if _hook else None
+    rewrite = None
+    if _hook is not None and not getattr(_partitioning, "now", False):
+        rewrite = _hook(fx_g, _describe_capture(joint_inputs, fw_metadata, aot_config, partition))
     if rewrite is None:
         return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, *rest)
 
@@ -79,11 +83,15 @@ def _partition_stage(
         fw_metadata.bw_donated_idxs = []  # left at None, it counts as donated where retain_graph=True asks
 
     def replaced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        if is_inductor_partition(partition):
-            owner = _InductorPartitioner(rewrite, inductor_config.custom_partitioner_fn)
-            with inductor_config.patch(custom_partitioner_fn=owner):
-                return partition(gm, inputs, **kwargs)
-        return rewrite(min_cut_rematerialization_partition, gm, inputs, kwargs)
+        _partitioning.now = True
+        try:
+            if is_inductor_partition(partition):
+                owner = _InductorPartitioner(rewrite, inductor_config.custom_partitioner_fn)
+                with inductor_config.patch(custom_partitioner_fn=owner):
+                    return partition(gm, inputs, **kwargs)
+            return rewrite(min_cut_rematerialization_partition, gm, inputs, kwargs)
+        finally:
+            _partitioning.now = False
 
     if rest:
         return _original_stage(fx_g, joint_inputs, subclass_meta, fw_metadata, aot_config, replaced, *rest[1:])

@@ -117,21 +117,24 @@ def _owners_of_parts(
 
 
 def _adopt_strays(forward: list[fx.Node], chains: dict[fx.Node, tuple[Region, ...]]) -> None:
-    """A node of no region that is fed from a region and only used in it, or in the backward, is in it.
+    """A node of no region that is fed from a region and only used in it is in it.
 
     Joint-graph passes make nodes without a stack, and what a layer run by its ``forward`` does outside its parts has
-    the stack of its caller.
+    the stack of its caller. Of an operator's several results, one that the backward alone reads is where the operator
+    is.
     """
     stray = {n for n in forward if not chains[n]}
     fed: dict[fx.Node, tuple[Region, ...]] = {}
     for node in forward:
         if node in stray:
             fed[node] = next((c for i in node.all_input_nodes if (c := fed.get(i) or chains.get(i))), ())
+    parts = {n for n in stray if G.is_getitem(n) and not any(u in chains or u.op == "output" for u in n.users)}
     for node in reversed(forward):
-        if node not in stray or not fed[node]:
+        if node not in stray or node in parts or not fed[node]:
             continue
-        users = [chains[u] for u in node.users if u in chains]
+        users = [chains[u] for u in node.users if u in chains and u not in parts]
         innermost = fed[node][-1]
-        is_used = users or (node.users and all(u.op == "call_function" for u in node.users))
-        if is_used and all(innermost in chain for chain in users):
+        if users and all(innermost in chain for chain in users):
             chains[node] = fed[node]
+    for node in parts:
+        chains[node] = chains.get(node.all_input_nodes[0], ())

@@ -322,6 +322,15 @@ def test_no_room_for_a_larger_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run(x=torch.randn(6000, 8)).backward()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell started the process in the background, to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_an_interrupt_while_waiting(t: nn.Module, want: Step, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     step(t)

@@ -18,6 +18,7 @@ import torch._inductor.config as inductor_config
 from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -215,16 +216,24 @@ def cache_hits() -> int:
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What a graph was captured under, kept to capture it again: tracing context and autocast state."""
+    """What a graph was captured under, kept to capture it again.
+
+    Attributes:
+        tracing: the tracing context.
+        autocast: devices for which autocast was on, and its dtype for each.
+        constants: names of the numbers that Dynamo came to take as constants, by starting over.
+    """
 
     tracing: Any
     autocast: tuple[tuple[str, torch.dtype], ...]
+    constants: frozenset[str]
 
     @classmethod
     def now(cls) -> CaptureContext:
         """Of the capture under way."""
         on = [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
-        return cls(TracingContext.try_get(), tuple((d, torch.get_autocast_dtype(d)) for d in on))
+        autocast = tuple((d, torch.get_autocast_dtype(d)) for d in on)
+        return cls(TracingContext.try_get(), autocast, frozenset(TensorifyState.force_specializations))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -236,7 +245,12 @@ class CaptureContext:
             stack.enter_context(inductor_config.patch(force_disable_caches=True))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
-            yield
+            before = set(TensorifyState.force_specializations)
+            TensorifyState.force_specializations |= self.constants
+            try:
+                yield
+            finally:
+                TensorifyState.force_specializations.intersection_update(before)
 
 
 def prepare(backend: Callable[..., Any]) -> None:

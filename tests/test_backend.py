@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,19 @@ def test_inductor_dynamic_shapes() -> None:
         assert_close(train_step(run, model, batch), train_step(plain, plain, batch))
     assert len(fxckpt.graphs(t)) == 1
     rewritten(t, 1)
+
+
+def test_inspection_of_dynamic_shapes_from_a_warm_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo starts over to take some numbers as constants; so does whoever captures the graph again to look at it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = qwen3(layers=1)
+        t = fxckpt.transform(model, offload=True)
+        train_step(torch.compile(t, fullgraph=True, dynamic=True), model, tokens(s=8))
+        found.append([(r.transfers, r.plan.boundaries, r.offloaded_bytes) for r in fxckpt.graphs(t)])
+    assert counters["aot_autograd"]["autograd_cache_hit"] and found[0] == found[1]
 
 
 def test_vector_instructions_are_probed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

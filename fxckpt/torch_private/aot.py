@@ -18,6 +18,7 @@ import torch._inductor.config as inductor_config
 from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
@@ -251,6 +252,18 @@ class CaptureContext:
                 yield
             finally:
                 TensorifyState.force_specializations.intersection_update(before)
+
+    def run(self, capture: Callable[[], object]) -> None:
+        """Call `capture`; once more where PyTorch starts over to take further numbers as constants."""
+        seen = -1
+        while True:
+            try:
+                capture()
+                return
+            except TensorifyScalarRestartAnalysis:
+                if len(TensorifyState.force_specializations) == seen:
+                    raise
+                seen = len(TensorifyState.force_specializations)
 
 
 def prepare(backend: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,10 +137,8 @@ def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | No
     context = torch_private.CaptureContext.now()
 
     def again() -> None:
-        with context.restored(), states.compiling(Compilation(backend.state, root, frame, True)):
-            try:
-                backend.inner(copied, inputs)
-            except Inspected:
-                return
+        compilation = Compilation(backend.state, root, frame, True)
+        with context.restored(), states.compiling(compilation), contextlib.suppress(Inspected):
+            context.run(lambda: backend.inner(torch_private.copy_captured(copied), inputs))
 
     return again

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from fxckpt.bench.calibrate import calibrate as measure_device
 from fxckpt.bench.calibrate import render_device
@@ -142,7 +143,7 @@ def calibrate(
     if json_file is not None:
         json_file.write_text(json.dumps(spec.to_dict(), indent=2) + "\n", encoding="utf-8")
     console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(render_device(spec), f"kept in {path}")
+    (console if console.is_terminal else Console(width=WIDTH)).print(render_device(spec), Text(f"kept in {path}"))
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:

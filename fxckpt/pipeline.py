@@ -35,7 +35,6 @@ from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
 from fxckpt.decide.plan import Plan, make_plan
 from fxckpt.decide.policy import Treatment
-from fxckpt.rewrite.lifetimes import bytes_alive
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
@@ -278,9 +277,9 @@ def _overlap(run: _Run) -> None:
     offload = run.request.settings.offload
     if offload is not None and run.transfers:
         order_offloads(run.forward.graph, offload.max_in_flight)
-        inputs = G.placeholders(run.forward.graph)
-        peak = max(bytes_alive(list(run.forward.graph.nodes), set(inputs)))
-        order_reloads(run.backward.graph, offload.prefetch, {n.name for n in inputs}, _clock(run), peak)
+        inputs, clock = G.placeholders(run.forward.graph), _clock(run)
+        peak = 0 if clock is None else max(G.bytes_alive(list(run.forward.graph.nodes), set(inputs)))
+        order_reloads(run.backward.graph, offload.prefetch, {n.name for n in inputs}, clock, peak)
 
 
 def _clock(run: _Run) -> Clock | None:
@@ -365,7 +364,8 @@ def _verify(run: _Run, after: str) -> None:
         offload = run.request.settings.offload if "overlap" in run.seconds else None
         limits = None
         if offload is not None:
-            limits = Limits(offload.max_in_flight, offload.prefetch if _clock(run) is None else None)
+            is_bounded = not offload.prefetch or _clock(run) is None
+            limits = Limits(offload.max_in_flight, offload.prefetch if is_bounded else None)
         verify_partition(run.forward, run.backward, run.num_forward_outputs, where, limits)
 
 

@@ -17,7 +17,6 @@ from fxckpt.decide import device as devices
 from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.device import DeviceSpec, Disk, find_device, identity, load_measured, store_measured, store_path
 from fxckpt.pipeline import GraphRecord
-from fxckpt.rewrite.lifetimes import bytes_alive
 from tests.helpers import differences, train_step
 from tests.hostile import hostile
 from tests.situations.models import Residual, stack
@@ -98,8 +97,8 @@ def test_published_figures(monkeypatch: pytest.MonkeyPatch, name: str, published
 
 
 def test_published_names_are_unique() -> None:
-    names = [name for name, _ in devices.PUBLISHED]
-    assert len(names) == len(set(names)) and all(spec.name == name and spec.source for name, spec in devices.PUBLISHED)
+    names = [spec.name for spec in devices.PUBLISHED]
+    assert len(names) == len(set(names)) and all(spec.source and spec.flops for spec in devices.PUBLISHED)
 
 
 # ---- a clock ------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def peak(record: GraphRecord) -> int:
     nodes = list(record.backward.graph.nodes)
     staying = {n for n in nodes if n.op == "placeholder" and n.name in {i.name for i in inputs}}
     staying |= {G.view_base(n) for n in G.output_args(record.backward.graph) if isinstance(n, torch.fx.Node)}
-    return max(*bytes_alive(list(record.forward.graph.nodes), set(inputs)), *bytes_alive(nodes, staying))
+    return max(*G.bytes_alive(list(record.forward.graph.nodes), set(inputs)), *G.bytes_alive(nodes, staying))
 
 
 @pytest.mark.parametrize("slower", [0.1, 1.0, 3.0, 1000.0])
@@ -216,6 +215,7 @@ def test_what_was_measured_is_part_of_the_key_of_compile_caches(tmp_path: Path) 
 def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.001)
     monkeypatch.setattr(calibrate, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "TOTAL_BYTES", calibrate.BLOCKS << 20)
     result = CliRunner().invoke(app, ["calibrate", "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
     for words in ("matrix products, float32", "GFLOP/s", "memory", "to the disk of", "devices.json"):

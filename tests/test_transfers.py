@@ -18,7 +18,6 @@ import fxckpt
 from fxckpt import graph as G
 from fxckpt import pipeline
 from fxckpt.pipeline import GraphRecord
-from fxckpt.rewrite.lifetimes import bytes_alive
 from fxckpt.use import backend
 from tests.helpers import Step, boundary_layers, differences, grads, train_step
 from tests.hostile import Late, hostile
@@ -243,7 +242,7 @@ def test_a_prefetch_does_not_lift_the_peak(name: str) -> None:
         (record,) = fxckpt.graphs(t)
         inputs = {n.name for n in G.placeholders(record.forward.graph)}
         nodes = list(record.backward.graph.nodes)
-        peaks[prefetch] = max(bytes_alive(nodes, {n for n in nodes if n.name in inputs}))
+        peaks[prefetch] = max(G.bytes_alive(nodes, {n for n in nodes if n.name in inputs}))
     assert peaks[1] <= peaks[0]
 
 
@@ -257,7 +256,7 @@ def test_memory_of_the_forward_is_bounded(max_in_flight: int, prefetch: int) -> 
         t(torch.randn(50, 8)).backward()
         (record,) = fxckpt.graphs(t)
         nodes = list(record.forward.graph.nodes)[:-1]  # what is returned counts no longer than it is read
-        return max(bytes_alive(nodes, set(G.placeholders(record.forward.graph))))
+        return max(G.bytes_alive(nodes, set(G.placeholders(record.forward.graph))))
 
     boundary = 50 * 8 * 4
     offload = fxckpt.Offload(max_in_flight=max_in_flight, prefetch=prefetch)
@@ -277,7 +276,7 @@ def test_bytes_alive() -> None:
     graph.output((b, c))
     for node in (kept, x, a, view, b, c):
         G.set_value(node, torch.empty(2))
-    assert bytes_alive(list(graph.nodes), {kept}) == [0, 8, 16, 16, 24, 24, 16]
+    assert G.bytes_alive(list(graph.nodes), {kept}) == [0, 8, 16, 16, 24, 24, 16]
 
 
 def test_an_activation_goes_while_the_forward_still_runs() -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
+from fxckpt.bench.run import Progress
 from fxckpt.bench.spec import check_device
 from fxckpt.decide.device import DeviceSpec, Disk, identity
 from fxckpt.errors import TransferError
@@ -24,9 +26,8 @@ LARGEST = 16384
 """Rows and columns of the largest product tried."""
 BLOCK_BYTES, BLOCKS = 32 << 20, 8
 """What goes to a disk and back: so many blocks, each as large as an activation may be."""
+TOTAL_BYTES = BLOCK_BYTES * BLOCKS
 REPEATS = 5
-
-Progress = Callable[[int, int, str], None]
 
 
 def calibrate(device: str, folder: str, on_progress: Progress = lambda done, total, text: None) -> DeviceSpec:
@@ -52,7 +53,7 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
         on_progress(i, total, f"products of {name}")
         flops[name] = product_rate(where, dtype)
     on_progress(total - 3, total, "memory")
-    bandwidth = 2 * _copy_rate(torch.empty(BLOCK_BYTES * BLOCKS, dtype=torch.uint8, device=where), where)
+    bandwidth = 2 * _copy_rate(torch.empty(TOTAL_BYTES, dtype=torch.uint8, device=where), where)
     on_progress(total - 2, total, "copies to the host")
     to_host, from_host = _host_rates(where) if where.type == "cuda" else (None, None)
     on_progress(total - 1, total, f"disk of {folder}")
@@ -64,7 +65,7 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
 
 def render_device(spec: DeviceSpec) -> Table:
     """The figures as a table."""
-    table = Table(title=f"{spec.name} ({spec.source})", title_justify="left")
+    table = Table(title=Text(f"{spec.name} ({spec.source})"), title_justify="left")
     table.add_column("what")
     table.add_column("rate", justify="right")
     for name, rate in spec.flops.items():
@@ -75,7 +76,7 @@ def render_device(spec: DeviceSpec) -> Table:
         rows += [(f"to the disk of {disk.folder}", disk.write), (f"from the disk of {disk.folder}", disk.read)]
     for what, found in rows:
         if found is not None:
-            table.add_row(what, f"{found / 1e9:,.2f} GB/s")
+            table.add_row(Text(what), f"{found / 1e9:,.2f} GB/s")
     return table
 
 
@@ -101,8 +102,8 @@ def _copy_rate(source: torch.Tensor, target: torch.device, pinned: bool = False)
 
 
 def _host_rates(device: torch.device) -> tuple[float, float]:
-    on_device = torch.empty(BLOCK_BYTES * BLOCKS, dtype=torch.uint8, device=device)
-    on_host = torch.empty(BLOCK_BYTES * BLOCKS, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(TOTAL_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(TOTAL_BYTES, dtype=torch.uint8, pin_memory=True)
     return _copy_rate(on_device, torch.device("cpu"), pinned=True), _copy_rate(on_host, device)
 
 
@@ -113,7 +114,7 @@ def _disk_rates(folder: str) -> Disk:
     account = Account("calibration", BLOCK_BYTES, meter, Step())
     block = torch.randint(256, (BLOCK_BYTES,), dtype=torch.uint8)  # a disk may be quick with zeros
     try:
-        tier.reserve(BLOCK_BYTES * BLOCKS)
+        tier.reserve(TOTAL_BYTES)
         start = time.perf_counter()
         stored: list[OnDisk] = [tier.send(block, account) for _ in range(BLOCKS)]
         for one in stored:
@@ -123,12 +124,10 @@ def _disk_rates(folder: str) -> Disk:
             one.reload(block).wait()
         read = time.perf_counter()
     except OSError as error:
-        nbytes = BLOCK_BYTES * BLOCKS
         raise TransferError(
-            f"{folder} cannot take {nbytes} bytes: {error}. Choose another folder with --dir."
+            f"{folder} cannot take {TOTAL_BYTES} bytes: {error}. Choose another folder with --dir."
         ) from error
-    nbytes = BLOCK_BYTES * BLOCKS
-    return Disk(folder, nbytes / (written - start), nbytes / (read - written))
+    return Disk(folder, TOTAL_BYTES / (written - start), TOTAL_BYTES / (read - written))
 
 
 def _median(run: Callable[[], object], device: torch.device) -> float:

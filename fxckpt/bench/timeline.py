@@ -156,6 +156,8 @@ def render_timeline(timeline: Timeline, rows: int = 16) -> RenderableType:
         if len(alive) > rows:
             rest = sum(v.nbytes for v in alive[rows:])
             table.add_row(bytes_text(rest), Text(f"{len(alive) - rows} more"))
+        if graph.around:
+            table.add_row(bytes_text(graph.around), Text("held for other graphs of the step"))
         parts.append(table)
     parts.append(Text(f"measured peak of the step: {bytes_text(timeline.measured_bytes)}", style="dim"))
     return Group(*parts)

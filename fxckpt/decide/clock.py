@@ -64,9 +64,4 @@ def _dtype_name(node: fx.Node) -> str:
 
 def _is_causal(node: fx.Node) -> bool:
     """Whether `node` is attention of each token to those before it alone."""
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "is_causal":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-            return given is True
-    return False
+    return isinstance(node.target, torch._ops.OpOverload) and G.argument(node, "is_causal") is True

@@ -72,15 +72,13 @@ class DeviceSpec:
         return dataclasses.asdict(self)
 
 
-def _published(
-    name: str, source: str, *, half: float, single: float, memory: float, host: float
-) -> tuple[str, DeviceSpec]:
+def _published(name: str, source: str, *, half: float, single: float, memory: float, host: float) -> DeviceSpec:
     """A GPU's figures: TFLOP/s of dense bf16 (or fp16) and fp32 products, GB/s of its memory, GB/s of its bus."""
     flops = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA}
-    return name, DeviceSpec(name, source, flops, memory * GIGA, host * GIGA, host * GIGA)
+    return DeviceSpec(name, source, flops, memory * GIGA, host * GIGA, host * GIGA)
 
 
-PUBLISHED: tuple[tuple[str, DeviceSpec], ...] = (
+PUBLISHED: tuple[DeviceSpec, ...] = (
     _published("NVIDIA H200", "NVIDIA H200 datasheet (SXM)", half=989, single=67, memory=4800, host=64),
     _published("NVIDIA H100 PCIe", "NVIDIA H100 datasheet (PCIe)", half=756, single=51, memory=2000, host=64),
     _published("NVIDIA H100 80GB HBM3", "NVIDIA H100 datasheet (SXM)", half=989, single=67, memory=3350, host=64),
@@ -113,7 +111,7 @@ def find_device(device: torch.device) -> DeviceSpec | None:
     measured = load_measured().get(name)
     if measured is not None:
         return measured
-    return dict(PUBLISHED).get(name)
+    return next((spec for spec in PUBLISHED if spec.name == name), None)
 
 
 def store_path() -> Path:

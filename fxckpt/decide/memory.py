@@ -1,7 +1,7 @@
 """What is in memory at each moment of a training step, by the lifetimes of its graphs' storages.
 
 A graph that runs node by node holds exactly its storages: this is what ``t(**batch)`` does. What an operator allocates
-inside itself for as long as it runs is not known; for those of transformers that is little, or nothing.
+inside itself for as long as it runs is not known: little in most, much in some, such as the products of many experts.
 
 Counted are the bytes on top of what is there before the step: neither parameters nor the batch. Gradients of parameters
 count from when they are made.
@@ -187,13 +187,18 @@ def _backward(step: StepGraphs, forward: _Forward, around: int) -> GraphTimeline
             source = forward.saved[node.name]
             last_read[source] = max(last_read.get(source, 0), last)
         elif node.op != "placeholder" or G.is_tangent(node):  # PyTorch makes zeros for gradients that nobody gave
-            recomputed = OTHER if (tag := G.tag(node)) is None or tag.kind is not G.Kind.INTERIOR else RECOMPUTED
-            kind = OF_PARAMETERS if ends.get(storage) else SAVED if G.is_reload(node) else recomputed
+            kind = OF_PARAMETERS if ends.get(storage) else _kind(node)
             values.append(_value(storage, life.nbytes, kind, life.first, last))
     for source, last in last_read.items():
         if source in forward.lifetimes:
             values.append(_value(source, forward.nbytes(source), SAVED, 0, last))
     return GraphTimeline(True, tuple(map(module_path, nodes)), tuple(v for v in values if v.nbytes), around)
+
+
+def _kind(node: fx.Node) -> str:
+    if G.is_reload(node):
+        return SAVED
+    return RECOMPUTED if G.is_recomputed(node) else OTHER
 
 
 def _gradients(step: StepGraphs) -> dict[G.Storage, bool]:

@@ -10,6 +10,7 @@ from fxckpt.graph.meta import clear_tag as clear_tag
 from fxckpt.graph.meta import copy_provenance as copy_provenance
 from fxckpt.graph.meta import example_value as example_value
 from fxckpt.graph.meta import is_forward as is_forward
+from fxckpt.graph.meta import is_recomputed as is_recomputed
 from fxckpt.graph.meta import keeps_saved as keeps_saved
 from fxckpt.graph.meta import module_stack as module_stack
 from fxckpt.graph.meta import must_recompute as must_recompute
@@ -39,6 +40,7 @@ from fxckpt.graph.sizes import storage_nbytes as storage_nbytes
 from fxckpt.graph.sizes import tensor_nbytes as tensor_nbytes
 from fxckpt.graph.storages import Lifetime as Lifetime
 from fxckpt.graph.storages import Storage as Storage
+from fxckpt.graph.storages import bytes_alive as bytes_alive
 from fxckpt.graph.storages import lifetimes as lifetimes
 from fxckpt.graph.storages import returned as returned
 from fxckpt.graph.storages import storage_of as storage_of

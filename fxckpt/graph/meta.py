@@ -125,6 +125,12 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether `node` of a backward graph computes a value of a recomputed region again."""
+    found = tag(node)
+    return node.op == "call_function" and found is not None and found.kind is Kind.INTERIOR
+
+
 def policy(node: fx.Node) -> CheckpointPolicy | None:
     """The partitioner's recompute tag on `node`: ours, or one left by ``torch.utils.checkpoint``."""
     return node.meta.get("recompute")

@@ -53,7 +53,7 @@ def wait_for(node: fx.Node, first: Iterable[fx.Node]) -> None:
 
 def makes_seeds(node: fx.Node) -> bool:
     """Whether `node` draws the seeds that Inductor's random operators of a graph read, a few bytes for each."""
-    return getattr(node.target, "namespace", "") == "prims" and str(node.target).startswith("prims.inductor_seed")
+    return str(node.target).startswith("prims.inductor_seed")
 
 
 def draws_random(node: fx.Node) -> bool:

@@ -31,7 +31,6 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.decide.clock import Clock
-from fxckpt.rewrite.lifetimes import bytes_alive
 from fxckpt.rewrite.phases import (
     feeds_product,
     find_gradients,
@@ -39,7 +38,6 @@ from fxckpt.rewrite.phases import (
     first_reader,
     is_added,
     is_product,
-    is_recomputed,
 )
 
 
@@ -183,7 +181,7 @@ def order_reloads(
     gradients = find_gradients(nodes)
     staying = {n for n in nodes if n.op == "placeholder" and n.name in inputs}
     staying |= {G.view_base(n) for n in G.output_args(backward) if isinstance(n, fx.Node)}
-    alive = bytes_alive(nodes, staying)
+    alive = G.bytes_alive(nodes, staying)
     starts = [order[group[0]] for group in groups]
     first = next(i for i, n in enumerate(nodes) if n.op != "placeholder")
     stretches = [range(a, b) for a, b in zip([first, *starts], starts, strict=False)]
@@ -325,4 +323,4 @@ def _region(wait: fx.Node) -> tuple[int, ...] | None:
     """The region that the first reader of what is waited for belongs to, or None where it is not recomputed."""
     reader = first_reader(wait.all_input_nodes[0])
     tag = G.tag(reader)
-    return tag.regions if tag is not None and is_recomputed(reader) else None
+    return tag.regions if tag is not None and G.is_recomputed(reader) else None

@@ -29,12 +29,6 @@ def find_readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def is_recomputed(node: fx.Node) -> bool:
-    """Whether `node` of a backward graph computes a value of a recomputed region again."""
-    tag = G.tag(node)
-    return node.op == "call_function" and tag is not None and tag.kind is G.Kind.INTERIOR
-
-
 def first_reader(reload: fx.Node) -> fx.Node:
     """The first node that computes with what `reload` brings back."""
     return min(n for n in reload.users if not G.is_transfer(n) and not G.is_order(n))

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.decide.cost import is_cheap
-from fxckpt.rewrite.phases import find_gradients, find_readers, is_recomputed
+from fxckpt.rewrite.phases import find_gradients, find_readers
 
 _SMALL = 8
 """A value of at most this fraction of another is small beside it: that it is held does not matter."""
@@ -35,7 +35,7 @@ def for_gradients(backward: fx.Graph) -> int:
     late = _Late(nodes)
     before = len(late.gradients)
     for value in reversed(nodes):
-        if is_recomputed(value) and _is_pointwise(value):
+        if G.is_recomputed(value) and _is_pointwise(value):
             late.copy(value)
     return len(late.gradients) - before
 
@@ -79,7 +79,7 @@ class _Late:
             return True
         if self.last_read.get(base, 0) >= until:
             return True
-        if not steps or not is_recomputed(read) or not _is_pointwise(read):
+        if not steps or not G.is_recomputed(read) or not _is_pointwise(read):
             return False
         return all(self._is_there(i, value, until, steps - 1) for i in read.all_input_nodes)
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxckpt import graph as G
-from fxckpt.rewrite.phases import find_gradients, find_readers, first_reader, is_product, is_recomputed
+from fxckpt.rewrite.phases import find_gradients, find_readers, first_reader, is_product
 
 
 def weights_first(backward: fx.Graph) -> int:
@@ -39,14 +39,14 @@ def weights_first(backward: fx.Graph) -> int:
             continue
         bases = [G.view_base(n) for n in weight.all_input_nodes]
         incoming = next((n for n in bases if n in gradients), None)
-        wide = next((n for n in bases if is_recomputed(n) and readers[n][-1] is weight), None)
+        wide = next((n for n in bases if G.is_recomputed(n) and readers[n][-1] is weight), None)
         if incoming is None or wide is None or not _bytes(wide) > _bytes(incoming):
             continue
         for other in readers[incoming]:
             if other is weight or not is_product(other) or _bytes(other) < _bytes(wide):
                 continue
             read_before = any(order.get(user, len(nodes)) < order[weight] for user in other.users)  # views count here
-            if read_before or any(is_recomputed(G.view_base(n)) for n in other.all_input_nodes):
+            if read_before or any(G.is_recomputed(G.view_base(n)) for n in other.all_input_nodes):
                 continue
             if order[other] < order[weight]:
                 weight.append(other)
@@ -119,7 +119,7 @@ def _arrived(alive: dict[fx.Node, None]) -> list[fx.Node]:
 def _entries(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """What a recomputed node reads of what its regions start from, with the region."""
     tag = G.tag(node)
-    if tag is None or not is_recomputed(node):
+    if tag is None or not G.is_recomputed(node):
         return []
     return [(value, region) for value in node.all_input_nodes for region in tag.regions if region in _starts(value)]
 

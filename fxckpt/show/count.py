@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
@@ -56,7 +55,7 @@ def held(saved: Iterable[fx.Node], activations: frozenset[str] = frozenset()) ->
     found: list[Held] = []
     first: dict[fx.Node, fx.Node] = {}
     for node in saved:
-        if is_offload(node):
+        if G.is_offload(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
             found.append(Held(source, 0, G.nbytes(node)))
@@ -71,11 +70,6 @@ def held(saved: Iterable[fx.Node], activations: frozenset[str] = frozenset()) ->
         whole = G.tensor(base)
         found.append(Held(node, G.storage_nbytes(shown if whole is None else whole)))
     return found
-
-
-def is_offload(node: fx.Node) -> bool:
-    """Whether `node` is the host copy of a boundary activation."""
-    return node.target is torch.ops.fxckpt.offload.default
 
 
 # --- without the rewrite ----------------------------------------------------------------------------------------------

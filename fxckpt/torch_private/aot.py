@@ -217,28 +217,39 @@ def cache_hits() -> int:
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What a graph was captured under, kept to capture it again.
-
-    Attributes:
-        tracing: the tracing context.
-        autocast: devices for which autocast was on, and its dtype for each.
-        constants: names of the numbers that Dynamo came to take as constants, by starting over.
-    """
+    """What a graph was captured under, kept to capture it again: tracing context and autocast state."""
 
     tracing: Any
     autocast: tuple[tuple[str, torch.dtype], ...]
-    constants: frozenset[str]
 
     @classmethod
     def now(cls) -> CaptureContext:
         """Of the capture under way."""
         on = [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
-        autocast = tuple((d, torch.get_autocast_dtype(d)) for d in on)
-        return cls(TracingContext.try_get(), autocast, frozenset(TensorifyState.force_specializations))
+        return cls(TracingContext.try_get(), tuple((d, torch.get_autocast_dtype(d)) for d in on))
+
+    def again(self, capture: Callable[[], object]) -> None:
+        """Call `capture`, which captures the graph as then, and asks no cache.
+
+        It is called once more where PyTorch starts over to take some numbers as constants, as Dynamo does.
+        """
+        constants = TensorifyState.force_specializations
+        before, seen = set(constants), -1
+        with self._restored():
+            try:
+                while True:
+                    try:
+                        capture()
+                        return
+                    except TensorifyScalarRestartAnalysis:
+                        if len(constants) == seen:
+                            raise
+                        seen = len(constants)
+            finally:
+                constants.intersection_update(before)
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within this context a graph is captured as it was then, and no cache is asked."""
+    def _restored(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(frame_evaluation_paused())
@@ -246,24 +257,7 @@ class CaptureContext:
             stack.enter_context(inductor_config.patch(force_disable_caches=True))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
-            before = set(TensorifyState.force_specializations)
-            TensorifyState.force_specializations |= self.constants
-            try:
-                yield
-            finally:
-                TensorifyState.force_specializations.intersection_update(before)
-
-    def run(self, capture: Callable[[], object]) -> None:
-        """Call `capture`; once more where PyTorch starts over to take further numbers as constants."""
-        seen = -1
-        while True:
-            try:
-                capture()
-                return
-            except TensorifyScalarRestartAnalysis:
-                if len(TensorifyState.force_specializations) == seen:
-                    raise
-                seen = len(TensorifyState.force_specializations)
+            yield
 
 
 def prepare(backend: Callable[..., Any]) -> None:

@@ -138,7 +138,7 @@ def _recapture(backend: MarkingBackend, gm: fx.GraphModule, root: nn.Module | No
 
     def again() -> None:
         compilation = Compilation(backend.state, root, frame, True)
-        with context.restored(), states.compiling(compilation), contextlib.suppress(Inspected):
-            context.run(lambda: backend.inner(torch_private.copy_captured(copied), inputs))
+        with states.compiling(compilation), contextlib.suppress(Inspected):
+            context.again(lambda: backend.inner(torch_private.copy_captured(copied), inputs))
 
     return again

@@ -46,12 +46,19 @@ def main() -> None:
         serve(options)
         return
     which = ["keep", "disk"] if options.read_rate is None else ["keep", "disk", "calibrated"]
-    if options.read_rate is not None:
-        os.environ["FXCKPT_CACHE"] = measured(options.dir, options.read_rate * 1e6)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["FXCKPT_CACHE"] = cache
+        if options.read_rate is not None:
+            store_rates(options.dir, options.read_rate * 1e6)
+        compare(which, options.steps)
+
+
+def compare(which: list[str], steps: int) -> None:
+    """Let the peers take turns, and print what they say."""
     peers = [Peer(one, sys.argv[1:]) for one in which]
     for peer in peers:
         print(f"{peer.which}: first steps {peer.ask('warm')['seconds']:.0f} s", flush=True)
-    times = [[peer.ask("step")["seconds"] for peer in peers] for _ in range(options.steps)]
+    times = [[peer.ask("step")["seconds"] for peer in peers] for _ in range(steps)]
     keep, *others = [peer.ask("figures") for peer in peers]
     for i, other in enumerate(others, 1):
         print(f"{peers[i].which}:", report(keep, other, [(row[0], row[i]) for row in times]), sep="\n")
@@ -83,7 +90,7 @@ class Peer:
         command = [sys.executable, "-m", "tests.benchmarks.disk_offload", "--serve", which, *arguments]
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
         if which != "calibrated":
-            env.pop("FXCKPT_CACHE", None)
+            env["FXCKPT_CACHE"] = os.path.join(env["FXCKPT_CACHE"], "nothing")
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, what: str) -> dict[str, Any]:
@@ -180,18 +187,16 @@ def slow_down(direction: str, rate: float | None) -> None:
     setattr(SpillFile, direction, slow)
 
 
-def measured(folder: str, read_rate: float) -> str:
-    """A folder with what is known of this machine when its disk gives `read_rate` bytes a second."""
+def store_rates(folder: str, read_rate: float) -> None:
+    """Keep what ``fxckpt calibrate`` would of this machine if its disk gave `read_rate` bytes a second."""
     import torch
 
     from fxckpt.bench.calibrate import product_rate
     from fxckpt.decide.device import DeviceSpec, Disk, identity, store_measured
 
-    os.environ["FXCKPT_CACHE"] = tempfile.mkdtemp()
     cpu = torch.device("cpu")
     flops = {"float32": product_rate(cpu, torch.float32)}
     store_measured(DeviceSpec(identity(cpu), "measured", flops, disks=(Disk(folder, read_rate, read_rate),)))
-    return os.environ["FXCKPT_CACHE"]
 
 
 if __name__ == "__main__":

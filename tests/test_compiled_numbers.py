@@ -15,14 +15,21 @@ from torch._dynamo.utils import counters
 
 import fxckpt
 from fxckpt import graph as G
-from tests.helpers import Step, assert_close, boundary_layers, differences, train_step
+from tests.helpers import ATOL, Step, assert_close, boundary_layers, differences, train_step
 from tests.situations.models import Batch, stack
-from tests.test_numbers import Setting, settings_of
+from tests.test_numbers import UNTRACEABLE, Setting, eager, settings_of
 from tests.zoo import REGISTRY, build
 
 CI = ["llama", "bert", "t5", "vit", "mixtral", "plain_buffer_block"]
 CI_CASES = [(name, 1 + i % 3, i % 2 == 0, False) for i, name in enumerate(CI)]
 ALL_CASES = [(name, *settings_of(name)[0]) for name in REGISTRY]  # a compile takes half a minute: one setting a model
+
+# Exceptions, told in docs/correctness.md. Layers that read numbers from tensors break the graph inside of themselves,
+# which is refused unless Dynamo is told to capture the numbers; told so, Inductor fails on X-MOD, also without fxckpt.
+READS_NUMBERS = {"deberta"}
+REFUSED = {"xmod"}
+# Batch norms over two values: the gradients of torch.compile(model) are thousands off eager's already.
+ILL_CONDITIONED = {"levit"}
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +49,43 @@ def compiled(name: str, dropout: bool, settings: tuple[int, bool] | None) -> Ste
     if settings is not None:
         every_n, offload = settings
         layers = boundary_layers(name, model)
-        target = fxckpt.transform(model, every_n=every_n, offload=offload, layers=layers)
-    return train_step(torch.compile(target), model, batch)
+        target = fxckpt.transform(model, every_n=every_n, offload=offload, layers=layers, verify=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=name in READS_NUMBERS):
+        return train_step(torch.compile(target), model, batch)
 
 
 def check(name: str, setting: Setting, bitwise: dict[str, bool]) -> None:
     every_n, offload, dropout = setting
+    if name in UNTRACEABLE:
+        for settings in (None, (every_n, offload)):
+            with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="broadcast"):
+                compiled(name, dropout, settings)
+        return
+    if name in REFUSED:
+        with pytest.raises(fxckpt.CaptureError, match="outside its graphs"):
+            compiled(name, dropout, (every_n, offload))
+        return
     got = compiled(name, dropout, (every_n, offload))
     want = compiled(name, dropout, None)
     bitwise["-".join(map(str, (name, *setting)))] = not differences(got.values(), want.values())
-    assert_close(got, want)
+    if name in ILL_CONDITIONED:
+        assert_far_closer(got, want, eager(name, dropout))
+    else:
+        assert_close(got, want)
+
+
+def assert_far_closer(got: Step, want: Step, other: Step) -> None:
+    """No value is farther from `want` than that is from `other`, and all in all `got` is a ten thousandth as far."""
+    total_near = total_far = 0.0
+    for key, w in want.values().items():
+        g, o = got.values()[key], other.values()[key]
+        if w is None or g is None or o is None:
+            assert g is w, key
+            continue
+        near, far = float((g.double() - w.double()).abs().max()), float((w.double() - o.double()).abs().max())
+        assert near <= max(far, ATOL), f"{key}: {near:.2e} from what is wanted, which is {far:.2e} from the other"
+        total_near, total_far = max(total_near, near), max(total_far, far)
+    assert total_near <= 1e-4 * total_far
 
 
 @pytest.mark.parametrize(("name", "every_n", "offload", "dropout"), CI_CASES, ids=str)

@@ -26,6 +26,7 @@ import torch
 
 import fxckpt
 from tests.helpers import Step, boundary_layers, differences, train_step
+from tests.test_compiled_numbers import compiled
 from tests.test_numbers import SETTINGS, Setting, aot_eager, eager, settings_of
 from tests.zoo import CI_SPREAD, REGISTRY, build
 
@@ -92,13 +93,8 @@ def one_compiled(name: str, setting: Setting) -> dict[str, Any]:
     every_n, offload, dropout = setting
     row: dict[str, Any] = {"aot_eager": "-"}
     try:
-        torch._dynamo.reset()
-        model, batch = build(name, dropout)
-        want = train_step(torch.compile(model), model, batch)
-        torch._dynamo.reset()
-        model, batch = build(name, dropout)
-        t = fxckpt.transform(model, every_n=every_n, offload=offload, layers=boundary_layers(name, model), verify=True)
-        row["plain"] = verdict(train_step(torch.compile(t), model, batch), want)
+        want = compiled(name, dropout, None)
+        row["plain"] = verdict(compiled(name, dropout, (every_n, offload)), want)
     except Exception as error:
         row |= {"plain": "fails", "error": f"{type(error).__name__}: {str(error)[:200]}"}
     return row

@@ -18,12 +18,12 @@ from fxckpt.bench.calibrate import calibrate as measure_device
 from fxckpt.bench.calibrate import render_device
 from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.run import run_bench
-from fxckpt.bench.spec import BenchSpec, parse_overrides
 from fxckpt.bench.table import WIDTH, render
 from fxckpt.bench.timeline import captured_variant, measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
 from fxckpt.decide.device import store_measured
 from fxckpt.errors import FxckptError, SettingsError
+from fxckpt.models.spec import ModelSpec, parse_overrides
 
 DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
 VARIANTS_HELP = f"What to compare, comma-separated; ratios are relative to the first. There are: {known_variants()}."
@@ -162,11 +162,11 @@ def _spec(
     overrides: list[str] | None,
     layers: list[str] | None,
     dropout: str,
-) -> BenchSpec:
+) -> ModelSpec:
     if dropout not in ("on", "off"):
         raise SettingsError(f"--dropout {dropout}: use on or off.")
     changed, names = parse_overrides(overrides or ()), tuple(layers or ())
-    return BenchSpec(model, batch, seq, dtype, device, changed, names, dropout == "on")
+    return ModelSpec(model, batch, seq, dtype, device, changed, names, dropout == "on")
 
 
 class _Bar(Progress):

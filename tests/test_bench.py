@@ -14,16 +14,16 @@ from rich.console import Console
 from torch import nn
 
 from fxckpt import cli
-from fxckpt.bench.load import load
 from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.process import WorkerError, WorkerProcess
 from fxckpt.bench.result import BenchResult, VariantResult, median_ratio, pareto
 from fxckpt.bench.run import run_bench
-from fxckpt.bench.spec import BenchSpec, parse_overrides
 from fxckpt.bench.step import TrainingStep, gradient_difference, loss_of
 from fxckpt.bench.table import WIDTH, render, seconds_text, spread_text
 from fxckpt.bench.variants import KINDS, Variant, parse_variant, parse_variants
 from fxckpt.errors import SettingsError
+from fxckpt.models.load import load
+from fxckpt.models.spec import ModelSpec, parse_overrides
 from tests.benchmarks import bench_set
 from tests.helpers import measured
 
@@ -170,7 +170,7 @@ def test_wrong_overrides_are_told(texts: list[str]) -> None:
 )
 def test_wrong_settings_are_told(fields: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(fields))):
-        BenchSpec("llama", **fields)
+        ModelSpec("llama", **fields)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_wrong_settings_are_told(fields: dict[str, Any]) -> None:
     ],
 )
 def test_a_model_type_is_trained_for_what_it_is_made_for(model_type: str, model_class: str, batch: Any) -> None:
-    spec = BenchSpec(model_type, batch=3, seq=8, overrides=SMALL[model_type])
+    spec = ModelSpec(model_type, batch=3, seq=8, overrides=SMALL[model_type])
     model, made = load(spec)
     assert type(model).__name__ == model_class
     assert {name: tuple(value.shape) for name, value in made.items()} == batch
@@ -202,7 +202,7 @@ def test_a_folder_with_a_configuration(tmp_path: Path) -> None:
     fields |= {"auto_map": {"AutoModelForMaskedLM": "evil.Evil"}, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')", encoding="utf-8")
-    model, batch = load(BenchSpec(str(tmp_path), seq=8, overrides={"num_hidden_layers": 1}, dtype="bf16", dropout=True))
+    model, batch = load(ModelSpec(str(tmp_path), seq=8, overrides={"num_hidden_layers": 1}, dtype="bf16", dropout=True))
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.num_hidden_layers == 1 and model.config.hidden_size == 32
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -212,7 +212,7 @@ def test_a_folder_with_a_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["make", "fixed", "typed"])
 def test_a_function_in_a_file(plain_model: Path, function: str) -> None:
-    spec = BenchSpec(f"{plain_model}:{function}", batch=2, seq=5, dtype="bf16")
+    spec = ModelSpec(f"{plain_model}:{function}", batch=2, seq=5, dtype="bf16")
     model, batch = load(spec)
     assert batch["x"].shape == ((2, 5, 8) if function == "make" else (3, 8))
     assert {p.dtype for p in model.parameters()} | {batch["x"].dtype} == {torch.bfloat16}
@@ -238,20 +238,20 @@ def test_a_model_that_does_not_exist_is_told(
     plain_model: Path, model: str, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
-        load(BenchSpec(model.replace("{tmp}", str(plain_model.parent)), **fields))
+        load(ModelSpec(model.replace("{tmp}", str(plain_model.parent)), **fields))
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SettingsError, match=r"pip install 'fxckpt\[transformers\]'"):
-        load(BenchSpec("llama"))
+        load(ModelSpec("llama"))
 
 
 # ---- one step ---------------------------------------------------------------------------------------------------
 
 
 def test_the_memory_of_a_step_is_what_the_tests_measure(plain_model: Path) -> None:
-    model, batch = load(BenchSpec(f"{plain_model}:make", batch=4, seq=64))
+    model, batch = load(ModelSpec(f"{plain_model}:make", batch=4, seq=64))
     step = TrainingStep(model, model, batch, seed=0)
     step.timed()
     held, peak = step.memory()
@@ -265,7 +265,7 @@ def test_the_memory_of_a_step_is_what_the_tests_measure(plain_model: Path) -> No
 
 
 def test_flops_of_checkpointed_steps_are_more() -> None:
-    model, batch = load(BenchSpec("llama", seq=8, overrides=SMALL["llama"]))
+    model, batch = load(ModelSpec("llama", seq=8, overrides=SMALL["llama"]))
     step = TrainingStep(model, model, batch, seed=0)
     plain = step.flops()
     model.activation_checkpointing_enable()
@@ -319,7 +319,7 @@ def result() -> BenchResult:
     machine = {"device": "cpu: x", "threads": 1, "cores": 2, "torch": "2.13", "transformers": None}
     machine |= {"fxckpt": "0.1.0", "python": "3.11"}
     return BenchResult(
-        BenchSpec("llama"),
+        ModelSpec("llama"),
         (eager, slow, ours, failed),
         {"model": "Llama", "parameters": 10**6, "parameter_bytes": 4 * 10**6, "batch": batch},
         machine,
@@ -347,7 +347,7 @@ def test_the_json_holds_everything() -> None:
     assert found["variants"][2]["round_seconds"] == [1.5, 1.6, 1.7]
     assert found["variants"][2]["pass_share"] == 0.01
     assert found["variants"][3]["error"].startswith("RuntimeError")
-    assert BenchSpec.from_dict(found["spec"]) == result().spec
+    assert ModelSpec.from_dict(found["spec"]) == result().spec
 
 
 def test_times_are_written_with_three_digits() -> None:
@@ -400,7 +400,7 @@ def test_a_dead_process_tells_its_last_words(tmp_path: Path, plain_model: Path) 
     )
     worker = WorkerProcess(tmp_path / "worker", threads=1)
     with pytest.raises(WorkerError, match=r"exit status 3\): .*last words"):
-        worker.ask("load", spec=BenchSpec(f"{plain_model}:make").to_dict(), threads=1)
+        worker.ask("load", spec=ModelSpec(f"{plain_model}:make").to_dict(), threads=1)
     worker.close()
 
 
@@ -470,7 +470,7 @@ def test_a_benchmark_from_end_to_end() -> None:
     """Eager, transformers' checkpointing, and fxckpt with ordinary kernels and with Inductor."""
     said: list[tuple[int, int]] = []
     variants = ["hf-eager@1", "fxckpt-plain@1+offload", "fxckpt@2"]
-    spec = BenchSpec("llama", batch=4, seq=32, overrides=SMALL["llama"])
+    spec = ModelSpec("llama", batch=4, seq=32, overrides=SMALL["llama"])
     found = run_bench(
         spec, variants, rounds=3, warmup=1, threads=1, on_progress=lambda done, total, _: said.append((done, total))
     )

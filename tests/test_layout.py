@@ -36,6 +36,7 @@ ORDER = (
     "transform",
     "__init__",
     # The command line comes last: it uses the public names, and nothing uses it.
+    "models",
     "bench",
     "cli",
     "__main__",

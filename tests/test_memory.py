@@ -11,11 +11,11 @@ from torch import fx
 
 import fxckpt
 from fxckpt import graph as G
-from fxckpt.bench.load import load
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import TrainingStep
 from fxckpt.bench.timeline import measure_timeline
 from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline, StepGraphs, Value, simulate
+from fxckpt.models.load import load
+from fxckpt.models.spec import ModelSpec
 from fxckpt.pipeline import simulate_records
 from tests.helpers import DEVICE
 
@@ -24,19 +24,19 @@ WIDTHS = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4
 ENCODER = {**WIDTHS, "vocab_size": 256, "num_hidden_layers": 3}
 DECODER = {**ENCODER, "num_key_value_heads": 2}
 SPECS = {
-    "llama": BenchSpec("llama", batch=2, seq=512, device=DEVICE, overrides=DECODER),
-    "gpt2": BenchSpec(
+    "llama": ModelSpec("llama", batch=2, seq=512, device=DEVICE, overrides=DECODER),
+    "gpt2": ModelSpec(
         "gpt2", batch=2, seq=512, device=DEVICE, overrides={"vocab_size": 256, "n_embd": 128, "n_layer": 3, "n_head": 4}
     ),
-    "bert": BenchSpec("bert", batch=4, seq=256, device=DEVICE, overrides=ENCODER),
-    "t5": BenchSpec(
+    "bert": ModelSpec("bert", batch=4, seq=256, device=DEVICE, overrides=ENCODER),
+    "t5": ModelSpec(
         "t5",
         batch=4,
         seq=256,
         device=DEVICE,
         overrides={"vocab_size": 256, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4},
     ),
-    "vit": BenchSpec("vit", batch=8, device=DEVICE, overrides={**WIDTHS, "num_hidden_layers": 3, "image_size": 128}),
+    "vit": ModelSpec("vit", batch=8, device=DEVICE, overrides={**WIDTHS, "num_hidden_layers": 3, "image_size": 128}),
 }
 SETTINGS: list[dict[str, Any]] = [{}, {"every_n": 2}, {"offload": True}, {"every_n": 2, "offload": "disk"}]
 

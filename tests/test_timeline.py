@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console, RenderableType
 
 from fxckpt import cli
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.timeline import (
     OF_PARAMETERS,
     OTHER,
@@ -24,9 +23,10 @@ from fxckpt.bench.timeline import (
     render_timeline,
 )
 from fxckpt.errors import SettingsError
+from fxckpt.models.spec import ModelSpec
 from tests.helpers import DEVICE
 
-SPEC = BenchSpec(
+SPEC = ModelSpec(
     "llama",
     batch=2,
     seq=128,

@@ -2,6 +2,5 @@
 
 from fxckpt.bench.result import BenchResult, VariantResult
 from fxckpt.bench.run import run_bench
-from fxckpt.bench.spec import BenchSpec
 
-__all__ = ["BenchResult", "BenchSpec", "VariantResult", "run_bench"]
+__all__ = ["BenchResult", "VariantResult", "run_bench"]

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fxckpt.bench.run import Progress
-from fxckpt.bench.spec import check_device
 from fxckpt.decide.device import DeviceSpec, Disk, identity
 from fxckpt.errors import TransferError
+from fxckpt.models.spec import check_device
 from fxckpt.runtime.disk import DiskTier, OnDisk
 from fxckpt.runtime.stats import Account, Meter, Step
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxckpt.bench.spec import BenchSpec
+from fxckpt.models.spec import ModelSpec
 
 
 @dataclass
@@ -85,7 +85,7 @@ class VariantResult:
 class BenchResult:
     """A finished benchmark."""
 
-    spec: BenchSpec
+    spec: ModelSpec
     variants: tuple[VariantResult, ...]
     """In the order in which they were given."""
     model: Mapping[str, Any] = field(default_factory=dict)

@@ -20,10 +20,10 @@ import torch
 
 from fxckpt.bench.process import WorkerError, WorkerProcess
 from fxckpt.bench.result import BenchResult, VariantResult, median_ratio
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import gradient_difference
 from fxckpt.bench.variants import Variant, parse_variants
 from fxckpt.errors import SettingsError
+from fxckpt.models.spec import ModelSpec
 
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, what is done now)``."""
@@ -33,7 +33,7 @@ PEAK_CUDA = "max_memory_allocated over one step, less what was allocated before,
 
 
 def run_bench(
-    spec: BenchSpec,
+    spec: ModelSpec,
     variants: Iterable[str],
     *,
     steps: int = 1,
@@ -87,7 +87,7 @@ class _Bench:
 
     def __init__(
         self,
-        spec: BenchSpec,
+        spec: ModelSpec,
         variants: list[Variant],
         folder: Path,
         stack: contextlib.ExitStack,

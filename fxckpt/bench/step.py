@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxckpt.bench.tasks import Batch
 from fxckpt.decide.cost import formulas_of_ours
 from fxckpt.errors import SettingsError
+from fxckpt.models.tasks import Batch
 from fxckpt.torch_private import memory_after
 
 FORWARD = "fxckpt.bench.forward"

@@ -21,13 +21,13 @@ from torch import nn
 
 import fxckpt
 from fxckpt import graph as G
-from fxckpt.bench.load import load
 from fxckpt.bench.plot import check_plot, new_figure
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import TrainingStep
 from fxckpt.bench.variants import KINDS, Variant, parse_variant
 from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline, Value, module_path
 from fxckpt.errors import SettingsError
+from fxckpt.models.load import load
+from fxckpt.models.spec import ModelSpec
 from fxckpt.pipeline import simulate_records
 from fxckpt.show.tables import bytes_text
 from fxckpt.torch_private import Schedule, ScheduledValue, recorded_schedules
@@ -68,7 +68,7 @@ class Timeline:
         }
 
 
-def measure_timeline(spec: BenchSpec, variant: str) -> Timeline:
+def measure_timeline(spec: ModelSpec, variant: str) -> Timeline:
     """Capture a training step and read its memory.
 
     Args:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import fxckpt
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.errors import SettingsError
+from fxckpt.models.spec import ModelSpec
 from fxckpt.torch_private import set_activation_memory_budget
 
 Run = Callable[..., Any]
@@ -63,7 +63,7 @@ class Variant:
 class Kind:
     """How the variants of one name are made."""
 
-    make: Callable[[nn.Module, Variant, BenchSpec], Run]
+    make: Callable[[nn.Module, Variant, ModelSpec], Run]
     """From the model to what is called with the batch."""
     takes: Literal["", "n", "f"] = ""
     """What stands after ``@``: nothing, every n-th layer, or a fraction of 1."""
@@ -78,11 +78,11 @@ class Kind:
         return self.make in (_fxckpt, _fxckpt_compiled)
 
 
-def _eager(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _eager(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     return model
 
 
-def _hf(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _hf(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     enable = getattr(model, new, None) or getattr(model, old, None)
     if enable is None:
@@ -91,27 +91,27 @@ def _hf(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
     return model
 
 
-def _budget(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _budget(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     set_activation_memory_budget(variant.number)
     return _compiled(model, variant, spec)
 
 
-def _compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _compiled(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     run: Run = torch.compile(model)
     return run
 
 
-def _hf_compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _hf_compiled(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     _hf(model, variant, spec)
     return _compiled(model, variant, spec)
 
 
-def _fxckpt(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _fxckpt(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     layers = list(spec.layers) or None
     return fxckpt.transform(model, every_n=int(variant.number), offload=variant.offload, layers=layers)
 
 
-def _fxckpt_compiled(model: nn.Module, variant: Variant, spec: BenchSpec) -> Run:
+def _fxckpt_compiled(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     run: Run = torch.compile(_fxckpt(model, variant, spec))
     return run
 

@@ -28,19 +28,19 @@ import torch
 from torch import nn
 
 import fxckpt
-from fxckpt.bench.load import load
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import TrainingStep
-from fxckpt.bench.tasks import Batch
 from fxckpt.bench.variants import KINDS, Variant, parse_variant
 from fxckpt.errors import FxckptError
+from fxckpt.models.load import load
+from fxckpt.models.spec import ModelSpec
+from fxckpt.models.tasks import Batch
 from fxckpt.torch_private import captured_graphs
 
 
 class Worker:
     """The state of one variant between the parent's requests."""
 
-    spec: BenchSpec
+    spec: ModelSpec
     model: nn.Module
     batch: Batch
     variant: Variant
@@ -51,7 +51,7 @@ class Worker:
         """Build the model and its batch."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self.spec = BenchSpec.from_dict(spec)
+        self.spec = ModelSpec.from_dict(spec)
         self.model, self.batch = load(self.spec)
         parameters = list(self.model.parameters())
         return {

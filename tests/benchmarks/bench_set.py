@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxckpt.bench.load import load
 from fxckpt.bench.run import run_bench
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.bench.step import TrainingStep
 from fxckpt.bench.table import seconds_text, spread_text
+from fxckpt.models.load import load
+from fxckpt.models.spec import ModelSpec
 from fxckpt.show.tables import bytes_text, flops_text
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "benchmarks.md"
@@ -40,10 +40,10 @@ DECODER = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 1024,
 }
-SPECS: dict[str, BenchSpec] = {
-    "llama": BenchSpec("llama", batch=4, seq=1024, overrides=DECODER),
-    "qwen3": BenchSpec("qwen3", batch=4, seq=1024, overrides={**DECODER, "head_dim": 32}),
-    "gpt2": BenchSpec(
+SPECS: dict[str, ModelSpec] = {
+    "llama": ModelSpec("llama", batch=4, seq=1024, overrides=DECODER),
+    "qwen3": ModelSpec("qwen3", batch=4, seq=1024, overrides={**DECODER, "head_dim": 32}),
+    "gpt2": ModelSpec(
         "gpt2",
         batch=4,
         seq=1024,
@@ -57,7 +57,7 @@ SPECS: dict[str, BenchSpec] = {
             "eos_token_id": 0,
         },
     ),
-    "bert": BenchSpec(
+    "bert": ModelSpec(
         "bert",
         batch=8,
         seq=512,
@@ -69,7 +69,7 @@ SPECS: dict[str, BenchSpec] = {
             "num_attention_heads": 8,
         },
     ),
-    "t5": BenchSpec(
+    "t5": ModelSpec(
         "t5",
         batch=4,
         seq=512,
@@ -83,7 +83,7 @@ SPECS: dict[str, BenchSpec] = {
             "num_heads": 8,
         },
     ),
-    "vit": BenchSpec(
+    "vit": ModelSpec(
         "vit",
         batch=16,
         overrides={
@@ -95,7 +95,7 @@ SPECS: dict[str, BenchSpec] = {
             "patch_size": 16,
         },
     ),
-    "mixtral": BenchSpec(
+    "mixtral": ModelSpec(
         "mixtral",
         batch=4,
         seq=512,
@@ -107,7 +107,7 @@ SPECS: dict[str, BenchSpec] = {
             "num_experts_per_tok": 2,
         },
     ),
-    "whisper": BenchSpec(
+    "whisper": ModelSpec(
         "whisper",
         batch=4,
         seq=256,

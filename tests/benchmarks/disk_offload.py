@@ -109,9 +109,9 @@ def serve(options: argparse.Namespace) -> None:
     import torch
 
     import fxckpt
-    from fxckpt.bench.load import load
-    from fxckpt.bench.spec import BenchSpec
     from fxckpt.bench.step import TrainingStep
+    from fxckpt.models.load import load
+    from fxckpt.models.spec import ModelSpec
     from tests.benchmarks.bench_set import DECODER
 
     def told(key: str) -> int:
@@ -128,7 +128,7 @@ def serve(options: argparse.Namespace) -> None:
         "max_position_embeddings": options.seq,
         "vocab_size": options.vocab,
     }
-    spec = BenchSpec("llama", batch=options.batch, seq=options.seq, overrides={**DECODER, **over})
+    spec = ModelSpec("llama", batch=options.batch, seq=options.seq, overrides={**DECODER, **over})
     model, batch = load(spec)
     slow_down("read", options.read_rate)
     slow_down("write", options.write_rate)

@@ -20,9 +20,9 @@ import torch._inductor.config
 
 import fxckpt
 from fxckpt import pipeline
-from fxckpt.bench.load import load
 from fxckpt.bench.step import TrainingStep
 from fxckpt.decide import plan
+from fxckpt.models.load import load
 from fxckpt.use import backend
 from tests.benchmarks.bench_set import SPECS
 

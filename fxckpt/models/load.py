@@ -1,4 +1,4 @@
-"""The model and the batch of a benchmark, from a model type, a folder, or a function in a file."""
+"""A model and a batch, from a model type, a folder, or a function in a file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxckpt.bench.spec import BenchSpec
-from fxckpt.bench.tasks import Batch, find_task
 from fxckpt.errors import SettingsError
+from fxckpt.models.spec import ModelSpec
+from fxckpt.models.tasks import Batch, find_task
 
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 _SHAPE = "(model, batch): a torch.nn.Module and a dict of its keyword arguments"
 
 
-def load(spec: BenchSpec) -> tuple[nn.Module, Batch]:
+def load(spec: ModelSpec) -> tuple[nn.Module, Batch]:
     """The model in training mode and its batch, on the device, the same ones at every call.
 
     Raises:
@@ -47,7 +47,7 @@ def load(spec: BenchSpec) -> tuple[nn.Module, Batch]:
     return model.to(spec.device).train(), moved
 
 
-def _moved(value: Any, spec: BenchSpec) -> Any:
+def _moved(value: Any, spec: ModelSpec) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(spec.device, dtype=spec.torch_dtype if value.is_floating_point() else None)
@@ -56,7 +56,7 @@ def _moved(value: Any, spec: BenchSpec) -> Any:
 # --- from a function --------------------------------------------------------------------------------------------------
 
 
-def _from_function(spec: BenchSpec, file: Path, name: str) -> tuple[nn.Module, Batch]:
+def _from_function(spec: ModelSpec, file: Path, name: str) -> tuple[nn.Module, Batch]:
     if not file.is_file():
         raise SettingsError(f"There is no file {str(file)!r}.")
     sys.path.insert(0, str(file.resolve().parent))  # as when the file is run, so that it finds its neighbours
@@ -96,7 +96,7 @@ def _transformers() -> Any:
         ) from error
 
 
-def _from_folder(spec: BenchSpec, folder: Path) -> tuple[nn.Module, Batch]:
+def _from_folder(spec: ModelSpec, folder: Path) -> tuple[nn.Module, Batch]:
     file = folder / "config.json"
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def _from_folder(spec: BenchSpec, folder: Path) -> tuple[nn.Module, Batch]:
 
 
 def _from_type(
-    spec: BenchSpec, model_type: str, fields: dict[str, Any], architecture: str | None
+    spec: ModelSpec, model_type: str, fields: dict[str, Any], architecture: str | None
 ) -> tuple[nn.Module, Batch]:
     transformers = _transformers()
     known = list(transformers.CONFIG_MAPPING)
@@ -136,7 +136,7 @@ def _from_type(
     return model, batch
 
 
-def _config(config_class: Any, fields: dict[str, Any], spec: BenchSpec) -> Any:
+def _config(config_class: Any, fields: dict[str, Any], spec: ModelSpec) -> Any:
     """A configuration with the overrides in it, and without what makes no sense in training."""
     default = config_class(**copy.deepcopy(fields))
     _refuse_unknown(default, spec.overrides, config_class.model_type)
@@ -185,7 +185,7 @@ def _zero_rates(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def _refuse_too_large(auto: Any, config: Any, spec: BenchSpec) -> None:
+def _refuse_too_large(auto: Any, config: Any, spec: ModelSpec) -> None:
     """Default configurations are those of full-size models: say so before the machine runs out of memory."""
     free = _free_bytes()
     try:

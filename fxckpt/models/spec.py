@@ -1,4 +1,4 @@
-"""What is benchmarked: the model, its batch, and where and how it runs."""
+"""Which model, which batch of it, and where and how it runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class BenchSpec:
-    """A training step to measure. Every process of a benchmark builds the same one from it.
+class ModelSpec:
+    """A training step. Every process of a benchmark builds the same one from it.
 
     Raises:
         SettingsError: a value means nothing.
@@ -69,7 +69,7 @@ class BenchSpec:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> BenchSpec:
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelSpec:
         """The inverse of :meth:`to_dict`."""
         return cls(**{**fields, "layers": tuple(fields.get("layers", ()))})
 

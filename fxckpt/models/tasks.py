@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fxckpt.bench.spec import BenchSpec
 from fxckpt.errors import SettingsError
+from fxckpt.models.spec import ModelSpec
 
 Batch = dict[str, Any]
 """Keyword arguments of the model's forward."""
@@ -27,7 +27,7 @@ class Task:
     """Name of the auto class that builds the model."""
     mapping: str
     """Name of transformers' mapping from configurations to models of this kind."""
-    batch: Callable[[Any, BenchSpec, torch.Generator], Batch]
+    batch: Callable[[Any, ModelSpec, torch.Generator], Batch]
     """A random batch from the configuration."""
 
 
@@ -51,7 +51,7 @@ def find_task(transformers: Any, config: Any, architecture: str | None = None) -
     return fitting.get(architecture or "") or next(iter(fitting.values()))
 
 
-def _tokens(config: Any, spec: BenchSpec, generator: torch.Generator, field: str = "max_position_embeddings") -> Any:
+def _tokens(config: Any, spec: ModelSpec, generator: torch.Generator, field: str = "max_position_embeddings") -> Any:
     """Random token ids, none of them padding: models look for padding, and warn or mask."""
     text = config.get_text_config()
     limit = getattr(text, field, None)
@@ -62,27 +62,27 @@ def _tokens(config: Any, spec: BenchSpec, generator: torch.Generator, field: str
     return ids if padding is None else ids.masked_fill_(ids == padding, (padding + 1) % text.vocab_size)
 
 
-def _text(config: Any, spec: BenchSpec, generator: torch.Generator) -> Batch:
+def _text(config: Any, spec: ModelSpec, generator: torch.Generator) -> Batch:
     ids = _tokens(config, spec, generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _text_to_text(config: Any, spec: BenchSpec, generator: torch.Generator) -> Batch:
+def _text_to_text(config: Any, spec: ModelSpec, generator: torch.Generator) -> Batch:
     return {"input_ids": _tokens(config, spec, generator), "labels": _tokens(config, spec, generator)}
 
 
-def _text_class(config: Any, spec: BenchSpec, generator: torch.Generator) -> Batch:
+def _text_class(config: Any, spec: ModelSpec, generator: torch.Generator) -> Batch:
     return {"input_ids": _tokens(config, spec, generator), **_classes(config, spec, generator)}
 
 
-def _image_class(config: Any, spec: BenchSpec, generator: torch.Generator) -> Batch:
+def _image_class(config: Any, spec: ModelSpec, generator: torch.Generator) -> Batch:
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, list | tuple) else (size, size)
     shape = (spec.batch, getattr(config, "num_channels", 3), height, width)
     return {"pixel_values": torch.randn(shape, generator=generator), **_classes(config, spec, generator)}
 
 
-def _speech_to_text(config: Any, spec: BenchSpec, generator: torch.Generator) -> Batch:
+def _speech_to_text(config: Any, spec: ModelSpec, generator: torch.Generator) -> Batch:
     frames, mel = getattr(config, "max_source_positions", None), getattr(config, "num_mel_bins", None)
     if frames is None or mel is None:
         raise SettingsError(
@@ -93,7 +93,7 @@ def _speech_to_text(config: Any, spec: BenchSpec, generator: torch.Generator) ->
     return {"input_features": features, "labels": _tokens(config, spec, generator, "max_target_positions")}
 
 
-def _classes(config: Any, spec: BenchSpec, generator: torch.Generator) -> Batch:
+def _classes(config: Any, spec: ModelSpec, generator: torch.Generator) -> Batch:
     return {"labels": torch.randint(0, config.num_labels, (spec.batch,), generator=generator)}
 
 

@@ -33,7 +33,7 @@ from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
-from fxckpt.decide.plan import Plan, make_plan
+from fxckpt.decide.graph_plan import GraphPlan, make_plan
 from fxckpt.decide.policy import Treatment
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
@@ -123,7 +123,7 @@ class GraphRecord:
     backward: fx.GraphModule
     joint: fx.GraphModule = field(repr=False)
     regions: tuple[Region, ...]
-    plan: Plan
+    plan: GraphPlan
     num_forward_outputs: int
     transfers: tuple[str, ...]
     seconds: Mapping[str, float] = field(repr=False)
@@ -179,7 +179,7 @@ class _Run:
     kwargs: dict[str, Any]
     partition: Partition
     regions: list[Region] = field(default_factory=list)
-    plan: Plan = field(default_factory=Plan)
+    plan: GraphPlan = field(default_factory=GraphPlan)
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     transfers: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ from fxckpt import graph as G
 from fxckpt.capture.regions import Region
 from fxckpt.config import Settings
 from fxckpt.decide.cost import total_flops
-from fxckpt.decide.plan import Boundary, RegionPlan
+from fxckpt.decide.graph_plan import Boundary, RegionPlan
 from fxckpt.decide.policy import Treatment
 from fxckpt.pipeline import GraphRecord, current_records
 from fxckpt.runtime.stats import TransferStats

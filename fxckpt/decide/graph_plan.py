@@ -1,4 +1,4 @@
-"""The plan: a policy applied to one joint graph.
+"""The plan of one graph: a policy applied to a joint graph.
 
 ``make_plan`` tags the graph's forward values (see :class:`fxckpt.graph.Kind`) and returns the same as frozen data. It
 decides only; ``rewrite`` obeys the tags, and a graph without tags is left as it is.
@@ -74,7 +74,7 @@ class RegionPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GraphPlan:
     """A policy applied to one graph."""
 
     regions: tuple[RegionPlan, ...] = ()
@@ -110,7 +110,7 @@ def make_plan(
     learned: set[fx.Node],
     num_forward_outputs: int,
     offload: bool,
-) -> Plan:
+) -> GraphPlan:
     """Tag `graph` and say what was decided.
 
     Args:
@@ -127,7 +127,7 @@ def make_plan(
         for r in regions
     )
     if not owner:
-        return Plan(region_plans)
+        return GraphPlan(region_plans)
     backward = G.backward_nodes(graph)
     outputs = {n for n in G.output_args(graph)[:num_forward_outputs] if isinstance(n, fx.Node)}
     draft = _Draft(owner, backward, _dependents(graph, learned), outputs, offload)
@@ -136,7 +136,7 @@ def make_plan(
     _start_from_what_is_saved(draft)
     boundaries = _name_boundaries(draft, {r.name for r in regions})
     _tag_all(draft, boundaries)
-    return Plan(region_plans, tuple(b for b, _ in boundaries.values()))
+    return GraphPlan(region_plans, tuple(b for b, _ in boundaries.values()))
 
 
 def _outermost(region: Region, treatments: Mapping[str, Treatment]) -> Region | None:

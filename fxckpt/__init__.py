@@ -3,6 +3,7 @@
 from fxckpt.config import VERSION as __version__
 from fxckpt.config import Offload
 from fxckpt.decide.layers import GradientCheckpointingLayer
+from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Treatment, either, every_n, names
 from fxckpt.errors import (
     BackendError,
@@ -15,7 +16,7 @@ from fxckpt.errors import (
     VerifyError,
 )
 from fxckpt.runtime.stats import TransferStats
-from fxckpt.transform import explain, graphs, selected_layers, stats, to_networkx, transform
+from fxckpt.transform import explain, graphs, plan, selected_layers, stats, to_networkx, transform
 
 __all__ = [
     "BackendError",
@@ -24,6 +25,7 @@ __all__ = [
     "GradientCheckpointingLayer",
     "NoLayersError",
     "Offload",
+    "Plan",
     "SettingsError",
     "TransferError",
     "TransferStats",
@@ -36,6 +38,7 @@ __all__ = [
     "explain",
     "graphs",
     "names",
+    "plan",
     "selected_layers",
     "stats",
     "to_networkx",

@@ -32,8 +32,8 @@ from fxckpt import graph as G
 from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.clock import Clock, find_clock
-from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
 from fxckpt.decide.graph_plan import GraphPlan, make_plan
+from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
 from fxckpt.decide.policy import Treatment
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (

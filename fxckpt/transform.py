@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +13,12 @@ from torch import nn
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
 from fxckpt.config import Offload, make_settings
+from fxckpt.decide.layers import boundary_layers
+from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Treatment
 from fxckpt.errors import CaptureError, SettingsError
 from fxckpt.pipeline import GraphRecord
+from fxckpt.predict.plan import make_plan
 from fxckpt.runtime.file import in_memory
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import network
@@ -34,6 +38,7 @@ def transform(
     offload: Any = False,
     layers: Any = None,
     policy: Any = None,
+    plan: Plan | str | Path | None = None,
     verify: bool = False,
     debug_dir: str | Path | None = None,
 ) -> M:
@@ -63,6 +68,7 @@ def transform(
             one part of a name, ``**`` any number), a predicate ``(name, module) -> bool``.
         policy: in place of `every_n`, a callable ``(layer) -> Treatment | bool``, or a list of layer names to
             recompute.
+        plan: what :func:`fxckpt.plan` returned, or a file of it, in place of `every_n`, `offload` and `policy`.
         verify: check the graph invariants after every pass (costs compile time).
         debug_dir: folder for numbered graphs before and after each pass, and ``seconds.txt``, the time of each.
 
@@ -79,14 +85,73 @@ def transform(
         raise SettingsError("This model is compiled already: transform it first, then torch.compile the result.")
     if hasattr(type(model), "_fxckpt_state"):  # transformed before: the same original, seen through new settings
         model = state_of(model).model  # type: ignore[assignment]
+    if plan is not None:
+        if every_n != 1 or offload is not False or policy is not None:
+            raise SettingsError("plan= says what every_n=, offload= and policy= would: leave these out.")
+        plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        offload, policy = plan.offload, plan.policy
     settings = make_settings(
         every_n=every_n, offload=offload, layers=layers, policy=policy, verify=verify, debug_dir=debug_dir
     )
+    if isinstance(plan, Plan):
+        plan.check_layers(type(model).__name__, boundary_layers(model, settings.layers))
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
     if settings.offload is not None:
         _check_place(model, settings.offload)
     return view  # type: ignore[return-value]
+
+
+def plan(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    every_n: int = 1,
+    offload: Any = False,
+    layers: Any = None,
+    policy: Any = None,
+    compiled: bool = False,
+) -> Plan:
+    """What a training step will cost, before it runs and without memory for it.
+
+    The step is captured on tensors that have shapes and types and no contents, so the model may be far larger than this
+    machine, as one built under ``torch.device("meta")`` is. The result can be saved, and followed by
+    ``transform(model, plan=...)``.
+
+    Example::
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+            ids = torch.empty(1, 131072, dtype=torch.long)
+        print(fxckpt.plan(model, {"input_ids": ids, "labels": ids}, offload=True).to_json())
+
+    Args:
+        model: any module, in the mode (training or not) that it is to run in. It is neither run nor changed.
+        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter; ``meta`` ones will do.
+        every_n: as for :func:`transform`.
+        offload: as for :func:`transform`.
+        layers: as for :func:`transform`.
+        policy: as for :func:`transform`.
+        compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs.
+
+    Returns:
+        The plan. Its ``peak_bytes`` are those of the graphs run node by node, also with `compiled`.
+
+    Raises:
+        SettingsError: an argument means nothing.
+        NoLayersError: no boundary layer, or one of `layers` matches none; the message names candidates.
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+    """
+    if not isinstance(model, nn.Module):
+        raise SettingsError(f"plan needs a torch.nn.Module, not a {type(model).__name__}.")
+    if not isinstance(batch, Mapping):
+        raise SettingsError(f"plan needs the batch as a dict of keyword arguments, not a {type(batch).__name__}.")
+    if hasattr(type(model), "_fxckpt_state"):
+        model = state_of(model).model
+    settings = make_settings(
+        every_n=every_n, offload=offload, layers=layers, policy=policy, verify=False, debug_dir=None
+    )
+    return make_plan(model, batch, settings, compiled=compiled)
 
 
 def _check_place(model: nn.Module, offload: Offload) -> None:

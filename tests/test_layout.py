@@ -33,6 +33,7 @@ ORDER = (
     "pipeline",
     "show",
     "use",
+    "predict",
     "transform",
     "__init__",
     # The command line comes last: it uses the public names, and nothing uses it.

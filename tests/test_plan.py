@@ -1,568 +1,307 @@
-"""What is saved at the edges of recomputed regions, what is not, and what leaves the device."""
+"""`fxckpt.plan`: what a step will cost, said from tensors without contents, is what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import nn
 
 import fxckpt
-from fxckpt import graph as G
-from fxckpt.pipeline import GraphRecord
-from tests.helpers import DEVICE, Step, assert_same, boundary_layers, differences, train_step
-from tests.situations.models import Residual
-from tests.zoo import build, get_loss
-from tests.zoo.registry import BATCH, HID, LAYERS, SEQ
+from fxckpt import torch_private
+from fxckpt.config import make_settings
+from fxckpt.models.load import load
+from fxckpt.models.spec import ModelSpec
+from fxckpt.pipeline import simulate_records
+from fxckpt.predict import plan as planning
+from tests.helpers import assert_same, train_step
+from tests.situations.models import stack
+from tests.zoo import build
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore::UserWarning:{package}") for package in ("torch", "transformers")]
-aten = torch.ops.aten
-
-
-class Model(nn.Module):
-    """A stem, blocks one after the other, and a scalar; `run` may be given."""
-
-    def __init__(self, *blocks: nn.Module, run: Callable[[Model, torch.Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(blocks)
-        self.how = run
-
-    def run(self, h: torch.Tensor) -> Any:
-        for block in self.blocks:
-            h = block(h)
-        return h
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.stem(x)
-        out = self.how(self, h) if self.how is not None else self.run(h)
-        return out if isinstance(out, tuple) else out.square().mean()
-
-
-def planned(model: nn.Module, **settings: Any) -> GraphRecord:
-    """The one graph of a training step, whose loss, gradients and buffers are those of eager, bit for bit."""
-    model.to(DEVICE)
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(4, 8, device=DEVICE)}
-    start = {k: v.clone() for k, v in model.state_dict().items()}
-    want = train_step(model, model, batch)
-    model.load_state_dict(start)
-    t = fxckpt.transform(model, **{"layers": "blocks.*", "every_n": 1, "offload": True, "verify": True, **settings})
-    assert_same(train_step(t, model, batch), want)
-    (record,) = fxckpt.graphs(t)
-    return record
+WIDTHS = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+DECODER = {**WIDTHS, "num_key_value_heads": 2, "num_hidden_layers": 9}
+SPECS = {
+    "llama": ModelSpec("llama", batch=2, seq=64, overrides=DECODER),
+    "bert": ModelSpec("bert", batch=2, seq=64, overrides={**WIDTHS, "num_hidden_layers": 9}),
+    "t5": ModelSpec(
+        "t5",
+        batch=2,
+        seq=32,
+        overrides={
+            "vocab_size": 256,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 128,
+            "num_layers": 8,
+            "num_decoder_layers": 9,
+            "num_heads": 4,
+        },
+    ),
+    "gemma3_text": ModelSpec(
+        "gemma3_text",
+        batch=1,
+        seq=32,
+        overrides={**DECODER, "num_hidden_layers": 31, "head_dim": 16, "sliding_window": 8},
+    ),
+}
 
 
-def of_zoo(name: str, dropout: bool = False, **settings: Any) -> GraphRecord:
-    model, batch = build(name, dropout)
-    t = fxckpt.transform(model, layers=boundary_layers(name, model), verify=True, **settings)
-    get_loss(t(**batch)).backward()
-    (record,) = fxckpt.graphs(t)
-    return record
+def settings(**given: Any) -> Any:
+    every: dict[str, Any] = {"every_n": 1, "offload": False, "layers": None, "policy": None}
+    return make_settings(**{**every, **given}, verify=True, debug_dir=None)
 
 
-def saved_values(record: GraphRecord) -> list[fx.Node]:
-    """Saved values that are no parameters or inputs, and what was offloaded in place of its host copy."""
-    made = [n for n in record.saved if n.op != "placeholder" and G.tensor(n) is not None]
-    return [n.args[0] if G.is_offload(n) else n for n in made]  # type: ignore[misc]
+def figures(plan: fxckpt.Plan) -> dict[str, int]:
+    names = ("saved_bytes", "offloaded_bytes", "flops", "recomputed_flops", "peak_bytes")
+    return {name: getattr(plan, name) for name in names}
 
 
-def targets(nodes: list[fx.Node]) -> set[Any]:
-    return {G.overload_packet(n) for n in nodes}
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each capture for a plan has."""
+    found: list[int] = []
+    original = planning.capture_step
+
+    def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found.append(len([m for m in model.modules() if "GradientCheckpointingLayer" in str(type(m).__mro__)]))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(planning, "capture_step", capture)
+    return found
 
 
-def boundaries(record: GraphRecord) -> dict[str, tuple[str, ...]]:
-    return {b.name: b.regions for b in record.plan.boundaries}
+# ---- against what happens -------------------------------------------------------------------------------------------
 
 
-# ---- interior ----------------------------------------------------------------------------------------------------
+STEPS = [
+    ("llama", {"every_n": 2}, False, ""),
+    ("t5", {"offload": True}, False, ""),
+    ("gpt2", {"every_n": 2, "offload": True}, False, ""),
+    ("mixtral", {"offload": True}, False, ""),
+    ("swin", {"every_n": 3}, False, ""),
+    ("llama", {"every_n": 2, "offload": True}, True, "inductor"),
+    ("bert", {"every_n": 2}, True, "graphs"),  # Inductor's graphs without its kernels, which take half a minute
+    ("t5", {"every_n": 2}, True, "graphs"),
+    ("gpt2", {"offload": True}, True, "graphs"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "compiled", "backend"), STEPS, ids=str)
+def test_a_plan_says_what_a_step_costs(name: str, given: Mapping[str, Any], compiled: bool, backend: Any) -> None:
+    model, batch = build(name, False)
+    plan = fxckpt.plan(model, batch, **given, compiled=compiled)
+    torch._dynamo.reset()
+    t = fxckpt.transform(model, **given)
+    backend = torch_private.inductor_graphs if backend == "graphs" else backend
+    (torch.compile(t, backend=backend) if compiled else t)(**batch)
+    told = fxckpt.explain(t)
+    assert figures(plan) == {
+        "saved_bytes": told.saved_bytes,
+        "offloaded_bytes": told.offloaded_bytes,
+        "flops": told.flops,
+        "recomputed_flops": told.recomputed_flops,
+        "peak_bytes": max(g.peak_bytes for g in simulate_records(fxckpt.graphs(t))),
+    }
+    assert [layer.name for layer in plan.layers if layer.treatment == "recompute"] == fxckpt.selected_layers(t)
+    by_layer: dict[str, int] = {}
+    for graph in told.current:
+        for region in graph.regions:
+            by_layer[region.layer] = by_layer.get(region.layer, 0) + region.offloaded_bytes
+    assert {layer.name: layer.offloaded_bytes for layer in plan.layers} == by_layer
 
 
 @pytest.mark.parametrize(
-    ("name", "dropout", "every_n"),
-    [("llama", False, 1), ("gpt2_8layers", True, 3), ("bert", True, 2), ("plain_tuple_block", True, 1)],
+    ("name", "given"),
+    [("llama", {}), ("llama", {"every_n": 2}), ("llama", {"offload": True}), ("bert", {"offload": True}), ("t5", {})],
+    ids=str,
 )
-def test_interior_values_are_never_saved(name: str, dropout: bool, every_n: int) -> None:
-    record = of_zoo(name, dropout, every_n=every_n, offload=True)
-    inside = {n.name for r in record.regions if treatment(record, r.name) == "recompute" for n in r.nodes}
-    allowed = {b.node for b in record.plan.boundaries}
-    exits = {n.name for n in record.forward.graph.nodes if (t := G.tag(n)) and t.kind is G.Kind.BOUNDARY}
-    saved = {n.name for n in saved_values(record)}
-    assert inside and saved & allowed
-    assert not (saved & inside) - allowed - exits
-    large = [n for n in saved_values(record) if n.name in inside and G.nbytes(n) > BATCH * SEQ * HID * 4]
-    assert not large, "what leaves a layer is no larger than its hidden states"
+def test_equal_layers_are_captured_once_and_counted_often(
+    name: str, given: Mapping[str, Any], captured: list[int]
+) -> None:
+    model, batch = load(SPECS[name])
+    if given.get("every_n") == 2:  # four periods of two layers, and one more
+        model, batch = load(ModelSpec(**{**vars(SPECS[name]), "overrides": _deeper(SPECS[name].overrides, 11)}))
+    folded = planning.make_plan(model, batch, settings(**given))
+    whole = planning.make_plan(model, batch, settings(**given), fold=False)
+    assert folded == whole
+    few, all_of_them = captured
+    assert few < all_of_them == len(whole.layers)
 
 
-def treatment(record: GraphRecord, region: str) -> str:
-    return next(r.treatment.value for r in record.plan.regions if r.name == region)
+def _deeper(overrides: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    return {k: layers if "layers" in k else v for k, v in overrides.items()}
 
 
-def test_interior_values_of_kept_layers_are_saved_as_without_fxckpt() -> None:
-    record = planned(Model(Residual(8), Residual(8)), every_n=2)
-    inside = {n.name for n in record.regions[1].nodes}
-    assert aten.tanh in targets([n for n in saved_values(record) if n.name in inside])
+@pytest.mark.slow
+def test_a_pattern_of_layers_is_one_period(captured: list[int]) -> None:
+    model, batch = load(SPECS["gemma3_text"])  # every sixth layer attends to all tokens
+    folded = planning.make_plan(model, batch, settings())
+    assert captured == [25]
+    assert len(folded.layers) == 31
+    assert folded == planning.make_plan(model, batch, settings(), fold=False)
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("every_n", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32)])
-def test_offloaded_bytes_of_a_llama(every_n: int, dtype: torch.dtype) -> None:
-    """Selected layers x batch x sequence x hidden x itemsize."""
-    model, batch = build("llama")
-    t = fxckpt.transform(model.to(dtype), every_n=every_n, offload=True, verify=True)
-    get_loss(t(**batch)).backward()
-    (record,) = fxckpt.graphs(t)
-    selected = len(range(0, LAYERS, every_n))
-    assert selected == len(fxckpt.selected_layers(t)) == len(record.transfers)
-    offloaded = [n for n in record.saved if G.is_offload(n)]
-    assert sum(G.nbytes(n) for n in offloaded) == selected * BATCH * SEQ * HID * dtype.itemsize
-    assert [b.nbytes for b in record.plan.boundaries if b.offload] == [BATCH * SEQ * HID * dtype.itemsize] * selected
-    assert list(record.transfers) == [f"layers_{i}_input" for i in range(0, LAYERS, every_n)]
-
-
-def test_without_offload_nothing_moves() -> None:
-    record = planned(Model(Residual(8), Residual(8)), offload=False)
-    assert not record.transfers and not any(b.offload for b in record.plan.boundaries)
-    assert not any(G.is_transfer(n) for gm in (record.forward, record.backward) for n in gm.graph.nodes)
-
-
-# ---- values that depend on no parameter --------------------------------------------------------------------------
-
-
-def test_masks_and_rotary_tables_are_neither_offloaded_nor_saved() -> None:
-    record = of_zoo("llama", every_n=1, offload=True)
-    free = [n for n in record.forward.graph.nodes if (t := G.tag(n)) and t.kind is G.Kind.FREE]
-    assert {aten.cos, aten.sin} <= targets(free)
-    assert not {aten.cos, aten.sin, aten.where, aten.cat} & targets(saved_values(record))
-    assert len(record.plan.boundaries) == LAYERS, "hidden states only"
-
-
-class Scaled(nn.Module):
-    """Reads, besides hidden states, a value that somebody else made."""
-
-    def __init__(self) -> None:
+class Narrowing(fxckpt.GradientCheckpointingLayer):
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.a = nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
 
-    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.a(x) * given)
-
-
-def with_given(make: Callable[[Model, torch.Tensor], torch.Tensor]) -> Model:
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        given = make(model, h)
-        for block in model.blocks:
-            h = block(h, given)
-        return h
-
-    return Model(Scaled(), Scaled(), run=run)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
 
 
-def test_a_mask_made_from_nothing_is_made_again() -> None:
-    record = planned(with_given(lambda model, h: torch.ones(8, 8, device=h.device).tril()[:4]))
-    assert aten.tril in targets([n for n in record.backward.graph.nodes if n.op == "call_function"])
-    assert len(record.plan.boundaries) == 2 and aten.tril not in targets(saved_values(record))
+class Tower(nn.Module):
+    def __init__(self, widths: list[int], counted: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Narrowing(width) for width in widths)
+        self.number = len(widths) if counted else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks if self.number is None else [self.blocks[i] for i in range(self.number)]:
+            x = block(x)
+        return x.square().mean()
 
 
-def test_what_is_dear_to_compute_is_saved_though_it_depends_on_no_parameter() -> None:
-    def dear(model: Model, h: torch.Tensor) -> torch.Tensor:
-        table = torch.ones(4, 200, device=h.device).tril() @ torch.ones(200, 8, device=h.device)
-        return torch.tanh(table)
-
-    record = planned(with_given(dear))
-    (extra,) = (b for b in record.plan.boundaries if len(b.regions) == 2)
-    assert not extra.offload, "no activation: it stays"
-    assert aten.mm not in {G.overload_packet(n) for n in _recomputed(record)}
-
-
-def test_random_values_are_saved_not_drawn_again() -> None:
-    record = planned(with_given(lambda model, h: torch.rand(4, 8, device=h.device)))
-    (extra,) = (b for b in record.plan.boundaries if len(b.regions) == 2)
-    assert not extra.offload
-    assert not any(G.draws_random(n) for n in record.backward.graph.nodes)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("widths", [[32] * 12, [8, 16, 24, 32, 40, 48, 56, 64], [64, *[32] * 9]], ids=str)
+def test_layers_that_cannot_be_left_out_are_not(widths: list[int], counted: bool, captured: list[int]) -> None:
+    model, batch = Tower(widths, counted), {"x": torch.randn(4, 16)}
+    plan = planning.make_plan(model, batch, settings())
+    same = len(set(widths)) < 3
+    assert captured == [len(widths)] if not same else captured[0] < len(widths)
+    assert len(captured) == (2 if counted and same else 1)  # a model that counts its layers is captured as a whole then
+    assert plan == planning.make_plan(model, batch, settings(), fold=False)
 
 
-def _recomputed(record: GraphRecord) -> list[fx.Node]:
-    return [n for n in record.backward.graph.nodes if n.op == "call_function" and (t := G.tag(n)) and t.kind]
+# ---- without memory -------------------------------------------------------------------------------------------------
 
 
-# ---- views and storages ------------------------------------------------------------------------------------------
+def qwen3(layers: int, hidden: int, seq: int, **fields: Any) -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        num_hidden_layers=layers, hidden_size=hidden, use_cache=False, max_position_embeddings=seq, **fields
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        ids = torch.empty(1, seq, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
 
 
-def test_of_views_the_storage_is_offloaded_once() -> None:
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        a = model.blocks[0](h.t().t())
-        return a + model.blocks[1](h.reshape(2, 2, 8)).reshape(4, 8)
-
-    record = planned(Model(Residual(8), Residual(8), run=run))
-    assert boundaries(record) == {"blocks_0_input": ("blocks.0", "blocks.1")}
-    (source,) = (n.args[0] for n in record.saved if G.is_offload(n))
-    assert G.overload_packet(source) is aten.addmm
+def test_published_arithmetic() -> None:
+    """Qwen3's shape, 8 layers, hidden 1024, 8192 tokens, bf16: 128 MiB of boundary activations."""
+    model, batch = qwen3(8, 1024, 8192, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
+    plan = fxckpt.plan(model, batch, offload=True)
+    assert plan.offloaded_bytes == 128 * 2**20
+    assert all(p.is_meta for p in model.parameters())
 
 
-def test_one_value_read_by_several_regions_is_saved_once() -> None:
-    run = lambda model, h: model.blocks[0](h) + model.blocks[1](h) + model.blocks[2](h)  # noqa: E731
-    record = planned(Model(*(Residual(8) for _ in range(3)), run=run))
-    assert boundaries(record) == {"blocks_0_input": ("blocks.0", "blocks.1", "blocks.2")}
-    assert list(record.transfers) == ["blocks_0_input"]
+@pytest.mark.slow
+def test_published_arithmetic_of_a_large_model() -> None:
+    """Qwen3-8B at 131,072 tokens: 36 GiB of boundary activations, planned on a machine that has not this memory."""
+    model, batch = qwen3(36, 4096, 131072, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
+    plan = fxckpt.plan(model, batch, offload=True)
+    assert plan.offloaded_bytes == 36 * 2**30
+    assert plan.parameter_bytes > 8e9 * 2 * 0.95
 
 
-def test_a_part_of_a_value_is_saved_as_the_part() -> None:
-    record = planned(Model(Residual(8), run=lambda model, h: model.blocks[0](model.stem(h)[:1])))
-    (boundary,) = record.plan.boundaries
-    assert boundary.shape == (1, 8) and boundary.nbytes == 32
-    assert record.offloaded_bytes == 32, "the part only"
+def test_a_plan_leaves_the_model_alone() -> None:
+    model, batch = build("llama", False)
+    want = train_step(model, model, batch)
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    fxckpt.plan(model, batch, offload=True)
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: i for n, (i, _) in before.items()}
+    assert all(torch.equal(p, before[n][1]) for n, p in model.named_parameters())
+    assert_same(train_step(model, model, batch), want)
+    t = fxckpt.transform(model, offload=True)
+    assert_same(train_step(t, model, batch), want)
+    assert figures(fxckpt.plan(t, batch)) == figures(fxckpt.plan(model, batch))
 
 
-def test_parts_of_one_storage_are_offloaded_each() -> None:
-    """As Gemma 4's inputs of each layer, which are computed at once: the parts together are the storage, once."""
-
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        whole = torch.stack([h, h + 1], 1) * 2
-        return model.blocks[0](whole[:, 0]) + model.blocks[1](whole[:, 1])
-
-    record = planned(Model(Residual(8), Residual(8), run=run))
-    assert [b.shape for b in record.plan.boundaries] == [(4, 8), (4, 8)]
-    assert list(record.transfers) == ["blocks_0_input", "blocks_1_input"]
-
-
-def test_a_part_of_a_storage_that_stays_is_not_offloaded() -> None:
-    """The result of ``exp`` is saved for its own gradient: to copy a part of it away frees nothing."""
-
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        return model.blocks[0](torch.exp(torch.stack([h, h + 1], 1))[:, 0])
-
-    record = planned(Model(Residual(8), run=run))
-    assert len(record.plan.boundaries) == 1 and not record.transfers
-
-
-def test_a_part_of_what_is_saved_anyway_is_not_saved_once_more() -> None:
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        return model.blocks[0](h) + model.blocks[1](h[:2]).repeat(2, 1)
-
-    record = planned(Model(Residual(8), Residual(8), run=run))
-    assert boundaries(record) == {"blocks_0_input": ("blocks.0", "blocks.1")}
-    assert [b.shape for b in record.plan.boundaries] == [(4, 8)]
-
-
-def test_a_transposed_value_comes_back_with_its_strides() -> None:
-    class Transposed(nn.Module):
+def test_what_needs_contents_is_refused() -> None:
+    class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(Narrowing(8) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.a(x))
-
-    record = planned(Model(Transposed(), run=lambda model, h: model.blocks[0](torch.exp(h.t()))))
-    (reload,) = (n for n in record.backward.graph.nodes if G.is_reload(n))
-    (offload,) = (n for n in record.saved if G.is_offload(n))
-    assert G.tensor(reload).stride() == G.tensor(offload.args[0]).stride() == (1, 8)
-
-
-# ---- inputs, parameters, outputs ---------------------------------------------------------------------------------
-
-
-class First(nn.Module):
-    """Its first block reads the input of the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](self.blocks[0](x.t().t())).square().mean()
-
-
-def test_inputs_of_the_graph_stay() -> None:
-    record = planned(First())
-    assert boundaries(record) == {"blocks_1_input": ("blocks.1",)} and list(record.transfers) == ["blocks_1_input"]
-
-
-def test_parameters_of_others_stay() -> None:
-    record = planned(with_given(lambda model, h: model.stem.weight[:4].t().t()))
-    offloaded = [n.args[0] for n in record.saved if G.is_offload(n)]
-    assert len(offloaded) == 2 and all(G.view_base(n).op == "call_function" for n in offloaded)
-
-
-def test_outputs_stay() -> None:
-    """TupleModel returns the hidden states of every layer: they are kept alive, so that moving them saves nothing."""
-    record = of_zoo("plain_returns_tuple", every_n=1, offload=True)
-    assert list(record.transfers) == ["blocks_0_input"], "the only input of a layer that is no output"
-    moved = {b.name: b.offload for b in record.plan.boundaries}
-    assert moved == {"blocks_0_input": True, "blocks_1_input": False, "blocks_2_input": False, "blocks_3_input": False}
-
-
-def test_an_output_seen_through_a_view_stays() -> None:
-    class Shows(Model):
-        def forward(self, x: torch.Tensor) -> Any:
-            h = self.stem(x)
-            return self.blocks[0](h).square().mean(), h.view(2, 16)
-
-    assert not planned(Shows(Residual(8))).transfers
-
-
-def test_a_region_whose_output_is_the_loss() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.a(x)).square().mean()
-
-    record = planned(Model(Residual(8), Head(), run=lambda model, h: (model.blocks[1](model.blocks[0](h)),)))
-    assert list(record.transfers) == ["blocks_0_input", "blocks_1_input"]
-
-
-# ---- results picked out of a tuple -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_outputs_of_layer_norms_are_saved_each(offload: bool) -> None:
-    """PyTorch's partitioner recomputes results of a tuple whatever their tag: all layers would run in a row."""
-    record = of_zoo("bert", every_n=1, offload=offload)
-    assert len(record.plan.boundaries) == LAYERS
-    nodes = {b.node for b in record.plan.boundaries}
-    saved = [n for n in saved_values(record) if n.name in nodes]
-    assert {n.name for n in saved} == nodes
-    assert sum(G.is_getitem(n) for n in saved) == LAYERS - 1, "the first layer reads what a dropout left"
-    assert len(record.transfers) == (LAYERS if offload else 0)
-    again = [n.name for n in _recomputed(record) if n.name in nodes]
-    assert not again, "a boundary is read, not computed"
-
-
-class PostNorm(nn.Module):
-    """A layer whose output is a layer norm's, as BERT's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(x + torch.tanh(self.a(x)))
-        return out
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_after_a_kept_layer_norm_its_input_is_saved_alone(offload: bool) -> None:
-    """Its backward needs the input; the output is made of it again, unless it leaves the device anyway."""
-    record = planned(Model(*(PostNorm() for _ in range(4))), every_n=2, offload=offload)
-    (boundary,) = [b for b in record.plan.boundaries if b.name == "blocks_2_input"]
-    assert boundary.node.startswith("getitem" if offload else "add")
-    saved = {n.name for n in saved_values(record)}
-    assert boundary.node in saved
-    (output,) = [
-        n for r in record.regions if r.name == "blocks.1" for n in r.nodes if G.is_getitem(n) and n.args[1] == 0
-    ]
-    assert (output.name in saved) is offload
-
-
-def test_parts_of_a_chunk_are_saved_as_parts() -> None:
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        left, right = torch.tanh(torch.cat([h, h], 1)).chunk(2, 1)
-        return model.blocks[0](left) + right
-
-    record = planned(Model(Residual(8), run=run))
-    assert [b.shape for b in record.plan.boundaries] == [(4, 8)]
-
-
-# ---- a model's own checkpointing ---------------------------------------------------------------------------------
-
-
-class Own(nn.Module):
-    """Checkpoints its middle by itself, with or without a selective policy."""
-
-    def __init__(self, saves: Any = None) -> None:
-        super().__init__()
-        self.a, self.b, self.saves = nn.Linear(8, 16), nn.Linear(16, 8), saves
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(self.b(torch.tanh(self.a(x))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.saves is None:
-            return x + checkpoint(self.middle, x, use_reentrant=False)
-        contexts = partial(create_selective_checkpoint_contexts, self.saves)
-        return x + checkpoint(self.middle, x, use_reentrant=False, context_fn=contexts)
-
-
-def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def inside(record: GraphRecord, layer: str) -> list[fx.Node]:
-    region = next(r for r in record.regions if r.name == layer)
-    names = {n.name for n in region.nodes}
-    return [n for n in saved_values(record) if n.name in names]
-
-
-def test_a_kept_layer_recomputes_what_it_checkpoints_itself() -> None:
-    record = planned(Model(Own(), Own(), Residual(8)), policy=["blocks.2"])
-    assert treatment(record, "blocks.0") == "keep"
-    for layer in ("blocks.0", "blocks.1"):
-        assert not {aten.tanh, aten.sin, aten.addmm} & targets(inside(record, layer))
-    assert {n.name for n in saved_values(record)} >= {b.node for b in record.plan.boundaries}
-
-
-@pytest.mark.parametrize("policy", [["blocks.1"], ["blocks.0", "blocks.1", "blocks.2"]], ids=["kept", "recomputed"])
-def test_what_a_selective_policy_must_save_is_saved(policy: list[str]) -> None:
-    record = planned(Model(Own(saves_products), Residual(8), Residual(8)), policy=policy)
-    saved = inside(record, "blocks.0")
-    assert sum(G.overload_packet(n) is aten.addmm for n in saved) == 2
-    assert not {aten.tanh, aten.sin} & targets(saved)
-    assert not any(G.is_offload(u) for n in saved if G.overload_packet(n) is aten.addmm for u in n.users)
-
-
-class OwnMask(nn.Module):
-    """Makes a mask in a checkpointed function whose policy saves masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-
-    def both(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = torch.ones(8, 8, device=x.device).tril()[:4]
-        return torch.tanh(self.a(x)) * mask, mask
-
-    def forward(self, x: torch.Tensor) -> Any:
-        contexts = partial(create_selective_checkpoint_contexts, [aten.tril.default])
-        return checkpoint(self.both, x, use_reentrant=False, context_fn=contexts)
-
-
-def test_a_mask_that_a_selective_policy_saves_is_saved() -> None:
-    run = lambda model, h: model.blocks[1](*model.blocks[0](h))  # noqa: E731
-    record = planned(Model(OwnMask(), Scaled(), run=run), policy=["blocks.1"])
-    assert aten.tril in targets([G.view_base(n) for n in saved_values(record)])
-
-
-def test_a_recomputed_layer_that_checkpoints_itself_saves_nothing_inside() -> None:
-    record = planned(Model(Own(), Own()))
-    assert [b.name for b in record.plan.boundaries] == ["blocks_0_input", "blocks_1_input"]
-    assert {n.name for n in saved_values(record)} >= {b.node for b in record.plan.boundaries}
-    assert not {aten.tanh, aten.sin, aten.addmm} & targets(inside(record, "blocks.1"))
-
-
-def test_an_own_checkpoint_around_a_recomputed_layer() -> None:
-    def run(model: Model, h: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: model.blocks[1](model.blocks[0](torch.exp(x))), h, use_reentrant=False)
-
-    record = planned(Model(Residual(8), Residual(8), run=run))
-    assert [b.name for b in record.plan.boundaries] == ["blocks_0_input", "blocks_1_input"]
-
-
-# ---- state -------------------------------------------------------------------------------------------------------
-
-
-class Counting(nn.Module):
-    """Changes two buffers in its forward and reads them, before and after the change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.register_buffer("ema", torch.ones(8))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = torch.tanh(self.a(x) * self.ema.clone())
-        with torch.no_grad():
-            self.ema.mul_(0.9).add_(0.1 * x.mean(0))
-            self.steps.add_(1)
-        return x + torch.sin(before * self.ema) * self.steps
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu(self.norm(self.a(x)))
-
-
-def three_steps(block: type[nn.Module], wrap: Callable[[nn.Module], Any]) -> list[Step]:
-    torch.manual_seed(0)
-    model = Model(*(block() for _ in range(3))).to(DEVICE)
-    x = torch.randn(4, 8, device=DEVICE)
-    run = wrap(model)
-    return [train_step(run, model, {"x": x + i}) for i in range(3)]
-
-
-@pytest.mark.parametrize(("block", "every_n"), [(Counting, 1), (Normed, 1), (Normed, 2), (Counting, 2)])
-def test_changed_buffers_are_read_as_they_were(block: type[nn.Module], every_n: int) -> None:
-    """Over three steps loss, gradients and buffers are eager's: each state change happens once a step."""
-    transformed = partial(fxckpt.transform, layers=[block], every_n=every_n, offload=True, verify=True)
-    want = three_steps(block, lambda model: model)
-    for got, plain in zip(three_steps(block, transformed), want, strict=True):
-        assert not differences(got.values(), plain.values())
-
-
-class Counts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, calls)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, calls = ctx.saved_tensors
-        calls.add_(1)
-        return grad * x.cos(), None
-
-
-class CountsBackwards(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + Counts.apply(self.a(x), self.calls)
-
-
-def test_a_buffer_that_the_backward_changes() -> None:
-    """What the backward writes is no value of the region, and is written once."""
-    record = planned(Model(CountsBackwards(), CountsBackwards()))
-    copies = [n for n in record.backward.graph.nodes if n.target is aten.copy_.default]
-    assert len(copies) == 2
-    assert len(record.plan.boundaries) == 2
-    assert {n.name for n in saved_values(record)} >= {b.node for b in record.plan.boundaries}
-
-
-def test_the_old_value_is_a_copy_that_is_saved() -> None:
-    record = planned(Model(Counting(), Counting()))
-    copies = [n for n in record.forward.graph.nodes if (t := G.tag(n)) and t.kind is G.Kind.STATE]
-    assert copies and all(G.overload_packet(n) is aten.clone and n.args[0].op == "placeholder" for n in copies)
-    assert not any(G.is_offload(u) for n in copies for u in n.users), "a buffer is no activation"
-    assert {n.name for n in copies} & {n.name for n in record.saved}
-
-
-# ---- frozen bases ------------------------------------------------------------------------------------------------
-
-
-def test_a_frozen_base_below_the_first_adapter() -> None:
-    """Layers without a gradient save nothing, recomputed or not."""
-    record = of_zoo("plain_lora_upper_half", every_n=1, offload=True)
-    assert len(record.regions) == 6
-    saved = {n.name for n in saved_values(record)}
-    used = {b.name: b.node in saved for b in record.plan.boundaries}
-    assert used == {f"blocks_{i}_input": i >= 3 for i in range(6)}
-    assert list(record.transfers) == ["blocks_3_input", "blocks_4_input", "blocks_5_input"]
-
-
-def test_a_frozen_model_whose_input_needs_a_gradient() -> None:
-    model = First().requires_grad_(False).to(DEVICE)
-    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
-    model(x).backward()
-    want, x.grad = x.grad, None
-    t = fxckpt.transform(model, layers=[Residual], offload=True, verify=True)
-    t(x).backward()
-    assert torch.equal(x.grad, want)
-    (record,) = fxckpt.graphs(t)
-    assert list(record.transfers) == ["blocks_1_input"]
+            for block in self.blocks:
+                x = block(x)
+                if x.sum().item() > 1e9:
+                    x = x / 2
+            return x.mean()
+
+    model, batch = Reads(), {"x": torch.randn(4, 16)}
+    with pytest.raises(fxckpt.CaptureError, match="contents"):
+        fxckpt.plan(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [("llama", {}, "torch.nn.Module"), (nn.Linear(2, 2), [torch.ones(2)], "dict of keyword arguments")],
+)
+def test_arguments_of_the_wrong_kind(model: Any, batch: Any, message: str) -> None:
+    with pytest.raises(fxckpt.SettingsError, match=message):
+        fxckpt.plan(model, batch)
+
+
+# ---- followed and kept ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_followed(tmp_path: Path) -> None:
+    model, batch = build("llama", False)
+    plan = fxckpt.plan(model, batch, every_n=2, offload=fxckpt.Offload(prefetch=2))
+    plan.save(tmp_path / "plan.json")
+    assert fxckpt.Plan.load(tmp_path / "plan.json") == plan
+    want = train_step(model, model, batch)
+    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        t = fxckpt.transform(model, plan=given)
+        assert_same(train_step(t, model, batch), want)
+        told = fxckpt.explain(t)
+        assert (told.saved_bytes, told.offloaded_bytes) == (plan.saved_bytes, plan.offloaded_bytes)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    model, batch = stack(lambda: Narrowing(8), n=3, shape=(2, 16))
+    other, _ = stack(lambda: Narrowing(8), n=4, shape=(2, 16))
+    plan = fxckpt.plan(model, batch)
+    with pytest.raises(fxckpt.SettingsError, match="3 boundary layers"):
+        fxckpt.transform(other, plan=plan)
+    with pytest.raises(fxckpt.SettingsError, match="leave these out"):
+        fxckpt.transform(model, plan=plan, every_n=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fxckpt_plan": 0}, "anew"),
+        ({"layers": None}, "field"),
+        ({"layers": [{"name": "a"}]}, "field"),
+        ({"peak_bytes": -1}, "at least 0"),
+        ({"peak_bytes": "much"}, "at least 0"),
+        ({"offload": {"to": "moon"}}, "cpu"),
+        ({"offload": {"where": "cpu"}}, "field"),
+    ],
+    ids=str,
+)
+def test_broken_files_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model, batch = stack(lambda: Narrowing(8), n=2, shape=(2, 16))
+    plan = fxckpt.plan(model, batch)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan.to_dict(), **change}))
+    with pytest.raises(fxckpt.SettingsError, match=message):
+        fxckpt.transform(model, plan=path)
+
+
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    with pytest.raises(fxckpt.SettingsError, match="cannot be read"):
+        fxckpt.Plan.load(tmp_path / "missing.json")
+    (tmp_path / "text.json").write_text("not json")
+    with pytest.raises(fxckpt.SettingsError, match="no plan"):
+        fxckpt.Plan.load(tmp_path / "text.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(fxckpt.SettingsError, match="no plan"):
+        fxckpt.Plan.load(tmp_path / "list.json")

@@ -59,6 +59,17 @@ class Names:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What was decided for each boundary layer, by name; layers that are not among them are kept."""
+
+    treatments: tuple[tuple[str, Treatment], ...]
+
+    def __call__(self, layer: BoundaryLayer) -> Treatment:
+        """What becomes of the calls of `layer`."""
+        return dict(self.treatments).get(layer.name, Treatment.KEEP)
+
+
+@dataclass(frozen=True)
 class Either:
     """Recompute what any of several policies would."""
 

@@ -43,10 +43,12 @@ from fxckpt.torch_private.dynamo import (
     run_natively,
     user_backend,
 )
+from fxckpt.torch_private.fake import NEEDS_DATA, fake_tensors, inductor_graphs
 from fxckpt.torch_private.inductor import Schedule, ScheduledValue, recorded_schedules
 from fxckpt.torch_private.measure import captured_graphs, memory_after, set_activation_memory_budget
 
 __all__ = [
+    "NEEDS_DATA",
     "CaptureContext",
     "JointCapture",
     "Partition",
@@ -66,9 +68,11 @@ __all__ = [
     "compile_frame",
     "copy_captured",
     "depends_on_data",
+    "fake_tensors",
     "frames_seen",
     "guard_root_module",
     "hooks_on_saved_tensors",
+    "inductor_graphs",
     "install_partition_hook",
     "is_capture_failure",
     "is_inductor",

@@ -1,0 +1,169 @@
+"""Make the plan of a training step: capture it without memory, and count on its graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxckpt import torch_private
+from fxckpt.config import Settings
+from fxckpt.decide.cost import flops, total_flops
+from fxckpt.decide.layers import boundary_layers
+from fxckpt.decide.memory import module_path
+from fxckpt.decide.plan import LayerPlan, Plan
+from fxckpt.decide.policy import Given, Treatment, decide_layers
+from fxckpt.pipeline import GraphRecord, current_records
+from fxckpt.predict.capture import capture_step
+from fxckpt.predict.fake import fake_model
+from fxckpt.predict.fold import Fold, find_folds, index_in, short_name, short_treatments, shorten
+from fxckpt.predict.steps import Steps, read_steps, repeat
+from fxckpt.show import count
+from fxckpt.show.explain import region_figures, type_text
+
+KEPT_PERIODS = 4
+"""Of a repetition so many periods are captured: the first and the last are others, and two in the middle must agree."""
+
+
+def make_plan(
+    model: nn.Module, batch: Mapping[str, Any], settings: Settings, *, compiled: bool = False, fold: bool = True
+) -> Plan:
+    """The plan of one training step of ``transform(model, ...)``.
+
+    Args:
+        model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
+        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
+        settings: as ``transform`` makes them.
+        compiled: whether Inductor is to compile the graphs.
+        fold: whether equal layers are captured a few times and counted many times, which gives the same plan sooner.
+
+    Raises:
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+        NoLayersError: the model has no boundary layer.
+    """
+    treatments = decide_layers(boundary_layers(model, settings.layers), settings)
+    captured = _capture_folded(model, batch, settings, treatments, compiled) if fold else None
+    if captured is None:
+        records = capture_step(model, batch, settings, compiled=compiled)
+        captured = _Captured(records, (), read_steps(records))
+    return _count(captured, model, batch, settings, treatments, compiled)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The graphs of a step, the layers that are left out in them, and the step with these."""
+
+    records: Sequence[GraphRecord]
+    folds: Sequence[Fold]
+    steps: Steps
+
+
+def _capture_folded(
+    model: nn.Module, batch: Mapping[str, Any], settings: Settings, treatments: Mapping[str, Treatment], compiled: bool
+) -> _Captured | None:
+    """The step from a part of its layers; None where no layers repeat, or the graphs do not repeat as they do."""
+    offload = settings.offload
+    kept = (
+        KEPT_PERIODS if offload is None else KEPT_PERIODS + 2 * max(1, (offload.max_in_flight + offload.prefetch) // 2)
+    )
+    folds = find_folds(model, treatments, kept)
+    if not folds:
+        return None
+    with torch_private.fake_tensors():
+        short = fake_model(model)
+    shorten(short, folds)
+    chosen = short_treatments(treatments, folds)
+    try:
+        records = capture_step(
+            short, batch, dataclasses.replace(settings, policy=Given(tuple(chosen.items()))), compiled=compiled
+        )
+    except Exception:  # a model may count on the length of its lists; the whole one tells what is wrong otherwise
+        return None
+    steps: Steps | None = read_steps(records)
+    for fold in folds:
+        steps = None if steps is None else repeat(steps, fold)
+    return None if steps is None else _Captured(records, folds, steps)
+
+
+def _count(
+    captured: _Captured,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    settings: Settings,
+    treatments: Mapping[str, Treatment],
+    compiled: bool,
+) -> Plan:
+    records, folds = current_records(captured.records), captured.folds
+    saved, offloaded, again = _by_layer(records)
+    named = {name: short_name(name, folds) for name in treatments}
+    total = {
+        what: sum(counts.values()) + sum(_left_out(counts, fold) for fold in folds)
+        for what, counts in (("saved", saved), ("offloaded", offloaded), ("again", again), ("flops", _flops(records)))
+    }
+    return Plan(
+        model=type(model).__name__,
+        compiled=compiled,
+        offload=settings.offload,
+        layers=tuple(
+            LayerPlan(name, treatments[name].value, saved[short], offloaded[short], again[short])
+            for name, short in named.items()
+        ),
+        batch=_describe(batch),
+        parameter_bytes=_tensor_bytes([*model.parameters(), *model.buffers()]),
+        saved_bytes=total["saved"],
+        offloaded_bytes=total["offloaded"],
+        flops=total["flops"],
+        recomputed_flops=total["again"],
+        peak_bytes=captured.steps.peak_bytes,
+    )
+
+
+def _by_layer(records: Iterable[GraphRecord]) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Bytes saved, bytes offloaded and FLOPs recomputed for each boundary layer; under ``""`` those for none."""
+    saved: Counter[str] = Counter()
+    offloaded: Counter[str] = Counter()
+    again: Counter[str] = Counter()
+    for record in records:
+        regions, outside = region_figures(record)
+        for region in regions:
+            saved[region.layer] += region.saved_bytes
+            offloaded[region.layer] += region.offloaded_bytes
+            again[region.layer] += region.recomputed_flops
+        saved[""] += sum(value.saved_bytes for value in outside)
+        offloaded[""] += sum(value.offloaded_bytes for value in outside)
+        again[""] += total_flops(count.recomputed_nodes(record)) - sum(r.recomputed_flops for r in regions)
+    return saved, offloaded, again
+
+
+def _flops(records: Iterable[GraphRecord]) -> Counter[str]:
+    """FLOPs of forward and backward, by the module whose work they are."""
+    found: Counter[str] = Counter()
+    for record in records:
+        for node in record.joint.graph.nodes:
+            found[module_path(node)] += flops(node)
+    return found
+
+
+def _left_out(counts: Mapping[str, int], fold: Fold) -> int:
+    """What the periods that were left out add to the sum of `counts`."""
+    return fold.left_out * sum(n for module, n in counts.items() if index_in(fold, module) in fold.layers)
+
+
+def _describe(batch: Mapping[str, Any]) -> dict[str, str]:
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    return {
+        pytree.keystr(path).removeprefix("['").replace("']", "", 1): type_text(leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    different = {id(t): t for t in tensors}.values()
+    return sum(t.numel() * t.dtype.itemsize for t in different)

@@ -1,0 +1,111 @@
+"""A training step as a row of nodes: what is in memory while each runs, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fxckpt import graph as G
+from fxckpt.pipeline import GraphRecord, current_records, simulate_records
+from fxckpt.predict.fold import Fold, index_in
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The nodes of a training step in the order they run in, forwards first.
+
+    Attributes:
+        levels: bytes in memory while each runs, beside parameters and the batch.
+        modules: the module whose work each is; empty where unknown.
+        seconds: how long each takes; None where that is not known.
+        backward: how many of the steps come before the backward begins.
+    """
+
+    levels: list[int]
+    modules: list[str]
+    seconds: list[float] | None
+    backward: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in memory at once."""
+        return max(self.levels, default=0)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """How long all of them take."""
+        return None if self.seconds is None else sum(self.seconds)
+
+
+def read_steps(records: Sequence[GraphRecord], seconds: Callable[[object], float] | None = None) -> Steps:
+    """The steps of the graphs of `records`, run node by node.
+
+    Args:
+        records: those of one transformed model.
+        seconds: how long a node takes, or None where that is not known.
+    """
+    timelines = simulate_records(records)
+    current = current_records(records)
+    graphs = [r.forward.graph for r in current] + [r.backward.graph for r in reversed(current)]
+    levels, modules, times, forward = [], [], [], 0
+    for timeline, graph in zip(timelines, graphs, strict=True):
+        nodes = [n for n in graph.nodes if n.op != "output"]
+        for node, level, module in zip(nodes, timeline.totals, timeline.modules, strict=True):
+            if node.op == "placeholder":  # nothing runs, and their order says nothing
+                continue
+            levels.append(level)
+            modules.append("" if G.is_transfer(node) else module)
+            times.append(0.0 if seconds is None else seconds(node))
+            forward += not timeline.is_backward
+    return Steps(levels, modules, None if seconds is None else times, forward)
+
+
+def repeat(steps: Steps, fold: Fold) -> Steps | None:
+    """The steps with those of the periods that were left out; None where two periods in the middle differ."""
+    middle = fold.lead + (fold.block + 1) * fold.period  # forwards reach it from below, backwards from above
+    for forward in (False, True):  # from the back, so that positions in front stay
+        part = range(steps.backward) if forward else range(steps.backward, len(steps.modules))
+        numbers = [index_in(fold, steps.modules[i]) for i in part]
+        start, stop = (
+            part.start + _cut(numbers, bound, forward)
+            for bound in ((middle - fold.period, middle) if forward else (middle + fold.period, middle))
+        )
+        again = _repeat_once(steps, range(start, stop), fold.left_out)
+        if again is None:
+            return None
+        steps = again
+    return steps
+
+
+def _cut(numbers: Sequence[int | None], bound: int, forward: bool) -> int:
+    """The step before which layers below `bound` have run, and not the others; in a backward the other way round.
+
+    The one that puts the fewest steps on the wrong side: a few are scheduled with other layers.
+    """
+    wrong = sum(1 for n in numbers if n is not None and (n < bound) is forward)
+    best, cut = wrong, 0
+    for i, number in enumerate(numbers):
+        if number is not None:
+            wrong += -1 if (number < bound) is forward else 1
+        if wrong < best:
+            best, cut = wrong, i + 1
+    return cut
+
+
+def _repeat_once(steps: Steps, block: range, times: int) -> Steps | None:
+    levels, modules, seconds = steps.levels, steps.modules, steps.seconds
+    after = range(block.stop, block.stop + len(block))
+    if not block or after.stop > (steps.backward if block.stop <= steps.backward else len(levels)):
+        return None
+    growth = levels[after.start] - levels[block.start]
+    if any(levels[b] - levels[a] != growth for a, b in zip(block, after, strict=True)):
+        return None
+    inserted = [levels[i] + growth * (t + 1) for t in range(times) for i in block]
+    end = block.stop
+    return replace(
+        steps,
+        levels=levels[:end] + inserted + [level + growth * times for level in levels[end:]],
+        modules=modules[:end] + [modules[i] for i in block] * times + modules[end:],
+        seconds=None if seconds is None else seconds[:end] + [seconds[i] for i in block] * times + seconds[end:],
+        backward=steps.backward + (times * len(block) if end <= steps.backward else 0),
+    )

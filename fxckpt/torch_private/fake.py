@@ -1,0 +1,40 @@
+"""Fake tensors, on which a step is captured without memory for weights and activations, and Inductor without code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from fxckpt.torch_private.aot import boxed
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What fake tensors raise where a program asks for their contents."""
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """Within this context new tensors are fake ones: shape, type and strides, and no memory."""
+    caches = functorch_config.patch(enable_autograd_cache=False)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, caches, inductor_config.patch(force_disable_caches=True):
+        yield mode
+
+
+def inductor_graphs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """A backend that makes the graphs that Inductor would compile, and runs them node by node."""
+    return compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is)  # type: ignore[arg-type]
+
+
+def _run_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+    return boxed(gm)

@@ -184,7 +184,8 @@ def order_reloads(
     alive = G.bytes_alive(nodes, staying)
     starts = [order[group[0]] for group in groups]
     first = next(i for i, n in enumerate(nodes) if n.op != "placeholder")
-    stretches = [range(a, b) for a, b in zip([first, *starts], starts, strict=False)]
+    ends = [order[group[-1]] for group in groups]  # some of a region's parts may be read late
+    stretches = [range(a, b) for a, b in zip([first, *ends], starts, strict=False)]
     places = [i for i, n in enumerate(nodes) if i >= first and n in gradients and _is_in_memory(n)]
     coming = [
         _Coming([w.all_input_nodes[0] for w in group], stretches[max(i + 1 - prefetch, 0)], wait=starts[i])

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+import fxckpt
 from fxckpt.bench.calibrate import calibrate as measure_device
 from fxckpt.bench.calibrate import render_device
 from fxckpt.bench.plot import check_plot, plot
@@ -23,7 +24,9 @@ from fxckpt.bench.timeline import captured_variant, measure_timeline, plot_timel
 from fxckpt.bench.variants import known_variants
 from fxckpt.decide.device import store_measured
 from fxckpt.errors import FxckptError, SettingsError
+from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
+from fxckpt.show.plan_tables import render_plan
 
 DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
 VARIANTS_HELP = f"What to compare, comma-separated; ratios are relative to the first. There are: {known_variants()}."
@@ -121,6 +124,42 @@ def timeline(
     console = Console()
     for each in found:
         (console if console.is_terminal else Console(width=WIDTH)).print(render_timeline(each, rows))
+
+
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Argument(help="As for bench, where no --config is given.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A folder with config.json, or such a file. Code beside it is never run.")
+    ] = None,
+    every_n: Annotated[int, typer.Option(help="Every n-th layer is recomputed.")] = 1,
+    offload: Annotated[bool, typer.Option("--offload", help="Boundary activations go to the host.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Plan for torch.compile(t).")] = False,
+    batch: Batch = 1,
+    seq: Seq = 128,
+    dtype: Dtype = None,
+    overrides: Overrides = None,
+    layers: Layers = None,
+    dropout: Dropout = "on",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")] = None,
+) -> None:
+    """Say what a training step will cost, without memory for its weights and activations.
+
+    The file that --json writes is a plan that fxckpt.transform(model, plan=FILE) follows.
+    """
+    _check_files(json_file, None)
+    if (model is None) == (config is None):
+        raise SettingsError("plan: give a model, or --config with a folder or a file.")
+    spec = _spec(model or str(config), batch, seq, dtype, "cpu", overrides, layers, dropout)
+    with Console(stderr=True).status(f"capturing a step of {spec.model}"):
+        built, inputs = load(spec, shapes=True)
+        made = fxckpt.plan(
+            built, inputs, every_n=every_n, offload=offload, layers=spec.layers or None, compiled=compiled
+        )
+    if json_file is not None:
+        made.save(json_file)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(render_plan(made))
 
 
 @app.command()

@@ -227,7 +227,7 @@ def test_a_function_in_a_file(plain_model: Path, function: str) -> None:
         ("bert", {"overrides": SMALL["bert"], "seq": 600}, "seq=600 .* max_position_embeddings of 512"),
         ("sam", {}, "for none of the tasks"),
         ("no/such/folder", {}, "no folder"),
-        ("{tmp}", {}, "is no model folder"),
+        ("{tmp}", {}, "is no model"),
         ("{tmp}/no.py:make", {}, "no file"),
         ("{tmp}/plain_model.py:nothing", {}, "no function 'nothing'"),
         ("{tmp}/plain_model.py:wrong", {}, r"must return \(model, batch\)"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxckpt
-from fxckpt import torch_private
+from fxckpt import cli, torch_private
 from fxckpt.config import make_settings
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
@@ -305,3 +305,50 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(fxckpt.SettingsError, match="no plan"):
         fxckpt.Plan.load(tmp_path / "list.json")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["fxckpt", "plan", *arguments])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    return done.value.code if isinstance(done.value.code, int) else 0
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_the_command_plans_a_configuration(
+    as_file: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **DECODER, "auto_map": {"A": "code.B"}}
+    config.write_text(json.dumps(fields))
+    (tmp_path / "code.py").write_text("raise SystemExit('this must not run')")
+    given = ["--config", str(config if as_file else tmp_path), "--batch", "2", "--seq", "64", "--dtype", "bfloat16"]
+    status = run_command(monkeypatch, *given, "--every-n", "2", "--offload", "--json", str(tmp_path / "plan.json"))
+    assert status == 0
+    plan = fxckpt.Plan.load(tmp_path / "plan.json")
+    assert plan.offloaded_bytes == 5 * 2 * 64 * 64 * 2
+    shown = capsys.readouterr().out
+    assert "model.layers.{1,3,5,7}" in shown or "model.layers.{1,3,5}" in shown
+    model, batch = load(ModelSpec("llama", batch=2, seq=64, dtype="bfloat16", overrides=DECODER))
+    assert plan == fxckpt.plan(model, batch, every_n=2, offload=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a model, or --config"),
+        (["llama", "--config", "here"], "give a model, or --config"),
+        (["--config", "missing.json"], "is no model: missing.json"),
+        (["llama", "--json", "no/such/folder/plan.json"], "no such folder"),
+        (["llama", "--every-n", "0"], "every_n"),
+    ],
+    ids=str,
+)
+def test_a_command_that_means_nothing(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import importlib
@@ -25,26 +26,30 @@ _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 _SHAPE = "(model, batch): a torch.nn.Module and a dict of its keyword arguments"
 
 
-def load(spec: ModelSpec) -> tuple[nn.Module, Batch]:
+def load(spec: ModelSpec, *, shapes: bool = False) -> tuple[nn.Module, Batch]:
     """The model in training mode and its batch, on the device, the same ones at every call.
+
+    Args:
+        spec: which.
+        shapes: build a transformers model without memory for its weights, on the ``meta`` device.
 
     Raises:
         SettingsError: there is no such model, or a setting does not fit it.
     """
     function = _FUNCTION.fullmatch(spec.model)
-    folder = Path(spec.model)
+    path = Path(spec.model)
     if function:
         if spec.overrides:
             raise SettingsError(f"--set changes a transformers configuration; {spec.model} has none.")
         model, batch = _from_function(spec, Path(function["file"]), function["function"])
-    elif folder.is_dir():
-        model, batch = _from_folder(spec, folder)
-    elif len(folder.parts) > 1 or folder.suffix:
+    elif path.is_dir() or path.suffix == ".json":
+        model, batch = _from_file(spec, path / "config.json" if path.is_dir() else path, shapes)
+    elif len(path.parts) > 1 or path.suffix:
         raise SettingsError(f"There is no folder {spec.model!r}. Give a folder, a model type, or file.py:function.")
     else:
-        model, batch = _from_type(spec, spec.model, {}, None)
+        model, batch = _from_type(spec, spec.model, {}, None, shapes)
     moved = {name: _moved(value, spec) for name, value in batch.items()}
-    return model.to(spec.device).train(), moved
+    return (model if shapes else model.to(spec.device)).train(), moved
 
 
 def _moved(value: Any, spec: ModelSpec) -> Any:
@@ -96,24 +101,23 @@ def _transformers() -> Any:
         ) from error
 
 
-def _from_folder(spec: ModelSpec, folder: Path) -> tuple[nn.Module, Batch]:
-    file = folder / "config.json"
+def _from_file(spec: ModelSpec, file: Path, shapes: bool) -> tuple[nn.Module, Batch]:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         model_type = fields.pop("model_type")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise SettingsError(
-            f"{spec.model} is no model folder: config.json with a model_type in it cannot be read "
+            f"{spec.model} is no model: {file.name} with a model_type in it cannot be read "
             f"({type(error).__name__}: {error})."
         ) from error
     architectures = fields.get("architectures") or [None]
     for drop in ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version"):
         fields.pop(drop, None)  # code of the folder is never run, and the benchmark chooses the element type
-    return _from_type(spec, model_type, fields, architectures[0])
+    return _from_type(spec, model_type, fields, architectures[0], shapes)
 
 
 def _from_type(
-    spec: ModelSpec, model_type: str, fields: dict[str, Any], architecture: str | None
+    spec: ModelSpec, model_type: str, fields: dict[str, Any], architecture: str | None, shapes: bool
 ) -> tuple[nn.Module, Batch]:
     transformers = _transformers()
     known = list(transformers.CONFIG_MAPPING)
@@ -128,9 +132,11 @@ def _from_type(
     task = find_task(transformers, config, architecture)
     auto = getattr(transformers, task.auto)
     batch = task.batch(config, spec, torch.Generator().manual_seed(spec.seed + 1))
-    _refuse_too_large(auto, config, spec)
+    if not shapes:
+        _refuse_too_large(auto, config, spec)
     torch.manual_seed(spec.seed)
-    model = auto.from_config(config, trust_remote_code=False, dtype=spec.torch_dtype or torch.float32)
+    with torch.device("meta") if shapes else contextlib.nullcontext():
+        model = auto.from_config(config, trust_remote_code=False, dtype=spec.torch_dtype or torch.float32)
     if not spec.dropout:
         _zero_rates(model)
     return model, batch

@@ -1,8 +1,8 @@
-"""A training step as a row of nodes: what is in memory while each runs, and what it costs."""
+"""A training step as a row of nodes: what is in memory while each runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxckpt import graph as G
@@ -17,13 +17,11 @@ class Steps:
     Attributes:
         levels: bytes in memory while each runs, beside parameters and the batch.
         modules: the module whose work each is; empty where unknown.
-        seconds: how long each takes; None where that is not known.
         backward: how many of the steps come before the backward begins.
     """
 
     levels: list[int]
     modules: list[str]
-    seconds: list[float] | None
     backward: int
 
     @property
@@ -31,23 +29,15 @@ class Steps:
         """The most bytes in memory at once."""
         return max(self.levels, default=0)
 
-    @property
-    def total_seconds(self) -> float | None:
-        """How long all of them take."""
-        return None if self.seconds is None else sum(self.seconds)
 
-
-def read_steps(records: Sequence[GraphRecord], seconds: Callable[[object], float] | None = None) -> Steps:
-    """The steps of the graphs of `records`, run node by node.
-
-    Args:
-        records: those of one transformed model.
-        seconds: how long a node takes, or None where that is not known.
-    """
+def read_steps(records: Sequence[GraphRecord]) -> Steps:
+    """The steps of the graphs of one transformed model's `records`, run node by node."""
     timelines = simulate_records(records)
     current = current_records(records)
     graphs = [r.forward.graph for r in current] + [r.backward.graph for r in reversed(current)]
-    levels, modules, times, forward = [], [], [], 0
+    levels: list[int] = []
+    modules: list[str] = []
+    forward = 0
     for timeline, graph in zip(timelines, graphs, strict=True):
         nodes = [n for n in graph.nodes if n.op != "output"]
         for node, level, module in zip(nodes, timeline.totals, timeline.modules, strict=True):
@@ -55,9 +45,8 @@ def read_steps(records: Sequence[GraphRecord], seconds: Callable[[object], float
                 continue
             levels.append(level)
             modules.append("" if G.is_transfer(node) else module)
-            times.append(0.0 if seconds is None else seconds(node))
             forward += not timeline.is_backward
-    return Steps(levels, modules, None if seconds is None else times, forward)
+    return Steps(levels, modules, forward)
 
 
 def repeat(steps: Steps, fold: Fold) -> Steps | None:
@@ -93,7 +82,7 @@ def _cut(numbers: Sequence[int | None], bound: int, forward: bool) -> int:
 
 
 def _repeat_once(steps: Steps, block: range, times: int) -> Steps | None:
-    levels, modules, seconds = steps.levels, steps.modules, steps.seconds
+    levels, modules = steps.levels, steps.modules
     after = range(block.stop, block.stop + len(block))
     if not block or after.stop > (steps.backward if block.stop <= steps.backward else len(levels)):
         return None
@@ -106,6 +95,5 @@ def _repeat_once(steps: Steps, block: range, times: int) -> Steps | None:
         steps,
         levels=levels[:end] + inserted + [level + growth * times for level in levels[end:]],
         modules=modules[:end] + [modules[i] for i in block] * times + modules[end:],
-        seconds=None if seconds is None else seconds[:end] + [seconds[i] for i in block] * times + seconds[end:],
         backward=steps.backward + (times * len(block) if end <= steps.backward else 0),
     )

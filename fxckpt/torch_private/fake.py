@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import (
@@ -26,8 +25,7 @@ NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, Unsuppo
 @contextmanager
 def fake_tensors() -> Iterator[Any]:
     """Within this context new tensors are fake ones: shape, type and strides, and no memory."""
-    caches = functorch_config.patch(enable_autograd_cache=False)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, caches, inductor_config.patch(force_disable_caches=True):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, functorch_config.patch(enable_autograd_cache=False):
         yield mode
 
 

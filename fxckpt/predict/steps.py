@@ -40,12 +40,11 @@ def read_steps(records: Sequence[GraphRecord]) -> Steps:
     forward = 0
     for timeline, graph in zip(timelines, graphs, strict=True):
         nodes = [n for n in graph.nodes if n.op != "output"]
-        for node, level, module in zip(nodes, timeline.totals, timeline.modules, strict=True):
-            if node.op == "placeholder":  # nothing runs, and their order says nothing
-                continue
-            levels.append(level)
-            modules.append("" if G.is_transfer(node) else module)
-            forward += not timeline.is_backward
+        inputs = len(G.placeholders(graph))  # one step together: nothing runs, and their order says nothing
+        levels += [max(timeline.totals[:inputs], default=0), *timeline.totals[inputs:]]
+        work = zip(nodes[inputs:], timeline.modules[inputs:], strict=True)
+        modules += ["", *("" if G.is_transfer(n) else module for n, module in work)]
+        forward += 0 if timeline.is_backward else len(nodes) - inputs + 1
     return Steps(levels, modules, forward)
 
 

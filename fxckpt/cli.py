@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -89,8 +89,7 @@ def bench(
         json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         plot(result, plot_file)
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(render(result))
+    _print(render(result))
     if any(v.ours for v in result.failed):
         raise typer.Exit(1)
 
@@ -121,9 +120,8 @@ def timeline(
         json_file.write_text(json.dumps([t.to_dict() for t in found], indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         plot_timeline(found, plot_file)
-    console = Console()
     for each in found:
-        (console if console.is_terminal else Console(width=WIDTH)).print(render_timeline(each, rows))
+        _print(render_timeline(each, rows))
 
 
 @app.command()
@@ -158,8 +156,7 @@ def plan(
         )
     if json_file is not None:
         made.save(json_file)
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(render_plan(made))
+    _print(render_plan(made))
 
 
 @app.command()
@@ -181,8 +178,13 @@ def calibrate(
     path = store_measured(spec)
     if json_file is not None:
         json_file.write_text(json.dumps(spec.to_dict(), indent=2) + "\n", encoding="utf-8")
+    _print(render_device(spec), Text(f"kept in {path}"))
+
+
+def _print(*parts: RenderableType) -> None:
+    """Print to the terminal as wide as it is, to a file or a pipe as wide as the tables are."""
     console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(render_device(spec), Text(f"kept in {path}"))
+    (console if console.is_terminal else Console(width=WIDTH)).print(*parts)
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:

@@ -22,7 +22,6 @@ class Fold:
 
     Attributes:
         container: name of the list.
-        length: how many layers it has.
         lead: how many at its start are not part of the repetition.
         period: after how many layers it repeats.
         kept: how many periods are left in.
@@ -30,7 +29,6 @@ class Fold:
     """
 
     container: str
-    length: int
     lead: int
     period: int
     kept: int
@@ -56,10 +54,6 @@ class Fold:
         if beyond < self.left_out * self.period:
             return self.layers.start + beyond % self.period
         return index - self.left_out * self.period
-
-    def full_index(self, index: int) -> int:
-        """The layer of the whole list that layer `index` of the short list is."""
-        return index if index < self.layers.stop else index + self.left_out * self.period
 
 
 def find_folds(model: nn.Module, treatments: Mapping[str, Treatment], kept: int) -> list[Fold]:
@@ -89,25 +83,7 @@ def shorten(model: nn.Module, folds: Sequence[Fold]) -> None:
     """Leave the periods out, in place."""
     for fold in folds:
         whole = model.get_submodule(fold.container)
-        layers = list(whole.children())
-        short = [layers[fold.full_index(i)] for i in range(fold.length - fold.left_out * fold.period)]
         del whole[fold.layers.stop : fold.layers.stop + fold.left_out * fold.period]  # type: ignore[operator]
-        assert list(whole.children()) == short
-
-
-def short_treatments(treatments: Mapping[str, Treatment], folds: Sequence[Fold]) -> dict[str, Treatment]:
-    """What becomes of the layers that are left in, by the names that they have in the shortened model."""
-    found: dict[str, Treatment] = {}
-    for name, treatment in treatments.items():
-        fold = next((f for f in folds if _inside(name, f.container) and name != f.container), None)
-        if fold is None:
-            found[name] = treatment
-            continue
-        index, rest = _split(name, fold)
-        short = fold.stands_for(index)
-        if fold.full_index(short) == index:
-            found[f"{fold.container}.{short}{rest}".lstrip(".")] = treatment
-    return found
 
 
 def short_name(name: str, folds: Sequence[Fold]) -> str:
@@ -145,7 +121,7 @@ def _repetition(name: str, signatures: Sequence[Any], kept: int) -> Fold | None:
             lead -= 1
         whole = (length - lead) // period
         if whole > kept:
-            return Fold(name, length, lead, period, kept, whole - kept)
+            return Fold(name, lead, period, kept, whole - kept)
     return None
 
 

@@ -22,7 +22,7 @@ from fxckpt.decide.policy import Given, Treatment, decide_layers
 from fxckpt.pipeline import GraphRecord, current_records
 from fxckpt.predict.capture import capture_step
 from fxckpt.predict.fake import fake_model
-from fxckpt.predict.fold import Fold, find_folds, index_in, short_name, short_treatments, shorten
+from fxckpt.predict.fold import Fold, find_folds, index_in, short_name, shorten
 from fxckpt.predict.steps import Steps, read_steps, repeat
 from fxckpt.show import count
 from fxckpt.show.explain import region_figures, type_text
@@ -68,21 +68,19 @@ def _capture_folded(
     model: nn.Module, batch: Mapping[str, Any], settings: Settings, treatments: Mapping[str, Treatment], compiled: bool
 ) -> _Captured | None:
     """The step from a part of its layers; None where no layers repeat, or the graphs do not repeat as they do."""
-    offload = settings.offload
-    kept = (
-        KEPT_PERIODS if offload is None else KEPT_PERIODS + 2 * max(1, (offload.max_in_flight + offload.prefetch) // 2)
-    )
+    kept, offload = KEPT_PERIODS, settings.offload
+    if offload is not None:  # transfers reach over so many layers at both ends
+        kept += 2 * max(1, (offload.max_in_flight + offload.prefetch) // 2)
     folds = find_folds(model, treatments, kept)
     if not folds:
         return None
     with torch_private.fake_tensors():
         short = fake_model(model)
     shorten(short, folds)
-    chosen = short_treatments(treatments, folds)
+    chosen = {short_name(name, folds): treatment for name, treatment in treatments.items()}  # of equal ones, equal
+    settings = dataclasses.replace(settings, policy=Given(tuple(chosen.items())))
     try:
-        records = capture_step(
-            short, batch, dataclasses.replace(settings, policy=Given(tuple(chosen.items()))), compiled=compiled
-        )
+        records = capture_step(short, batch, settings, compiled=compiled)
     except Exception:  # a model may count on the length of its lists; the whole one tells what is wrong otherwise
         return None
     steps: Steps | None = read_steps(records)

@@ -1,5 +1,6 @@
 """fxckpt: train big PyTorch models in less memory by rewriting the training step's graph."""
 
+from fxckpt.capture.names import name
 from fxckpt.config import VERSION as __version__
 from fxckpt.config import Offload
 from fxckpt.decide.layers import GradientCheckpointingLayer
@@ -7,6 +8,7 @@ from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Treatment, either, every_n, names
 from fxckpt.errors import (
     BackendError,
+    BudgetError,
     CaptureError,
     FxckptError,
     NoLayersError,
@@ -16,10 +18,11 @@ from fxckpt.errors import (
     VerifyError,
 )
 from fxckpt.runtime.stats import TransferStats
-from fxckpt.transform import explain, graphs, plan, selected_layers, stats, to_networkx, transform
+from fxckpt.transform import chosen_plan, explain, graphs, plan, selected_layers, stats, to_networkx, transform
 
 __all__ = [
     "BackendError",
+    "BudgetError",
     "CaptureError",
     "FxckptError",
     "GradientCheckpointingLayer",
@@ -33,10 +36,12 @@ __all__ = [
     "UnsupportedError",
     "VerifyError",
     "__version__",
+    "chosen_plan",
     "either",
     "every_n",
     "explain",
     "graphs",
+    "name",
     "names",
     "plan",
     "selected_layers",

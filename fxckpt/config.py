@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,7 @@ VERSION = "0.1.0"
 
 @dataclass(frozen=True)
 class Offload:
-    """Where boundary activations of recomputed regions go between the forward and the backward, and when.
+    """Where activations go between the forward and the backward, and when: boundary activations of recomputed regions.
 
     Raises:
         SettingsError: a value means nothing.
@@ -38,8 +39,10 @@ class Offload:
     max_in_flight: int = 2
     """How many offloads may be under way at once. Until one is done, its activation stays in device memory."""
     prefetch: int = 1
-    """How many recomputed regions before the one that reads it an activation starts on its way back; 0: right before
-    it is read."""
+    """How many regions before the one that reads it an activation starts on its way back; 0: right before it is
+    read."""
+    kept: bool = False
+    """Whether what kept layers save for backward goes there, too."""
 
     def __post_init__(self) -> None:
         place: str = self.to
@@ -47,6 +50,8 @@ class Offload:
             raise SettingsError(f'Offload(to={self.to!r}): the place must be "cpu" or "disk".')
         check_whole("max_in_flight", self.max_in_flight, 1)
         check_whole("prefetch", self.prefetch, 0)
+        if not isinstance(self.kept, bool):
+            raise SettingsError(f"Offload(kept={self.kept!r}): say True or False.")
         if self.dir is not None:
             if place != "disk":
                 raise SettingsError(f'Offload(to={self.to!r}, dir={self.dir!r}): a folder is for to="disk" only.')
@@ -64,6 +69,20 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """The most memory that a training step may take.
+
+    Attributes:
+        nbytes: bytes of the step's peak, on top of parameters and the batch.
+        share: where `nbytes` is None, the share of the device's whole memory that may be taken with parameters and
+            buffers, above 0 and at most 1.
+    """
+
+    nbytes: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """All that ``transform`` was asked for. Equal settings give equal graphs, and equal :meth:`key`."""
 
@@ -75,6 +94,10 @@ class Settings:
     """Which modules are boundary layers; None means the ``GradientCheckpointingLayer`` instances."""
     policy: Any = None
     """A policy in place of ``every_n``; None means every n-th layer."""
+    budget: Budget | None = None
+    """In place of a policy, what the peak of a step is to stay within; the first call then chooses the policy."""
+    save: tuple[str, ...] = ()
+    """Interior values of recomputed regions that are saved all the same."""
     verify: bool = False
     """Check the graph invariants after every pass, in every captured graph."""
     debug_dir: Path | None = field(default=None, compare=False)
@@ -91,23 +114,36 @@ class Settings:
         """Text that names these settings and the version of fxckpt's own source, for compile caches."""
         specs = None if self.layers is None else [_describe(s) for s in self.layers]
         chosen = None if self.policy is None else _describe(self.policy)
-        text = f"n={self.every_n} offload={self.offload} layers={specs} policy={chosen}"
+        text = f"n={self.every_n} offload={self.offload} layers={specs} policy={chosen} save={self.save}"
+        text += "" if self.budget is None else f" budget={self.budget}"
         return f"{text} fxckpt={VERSION}+{source_hash()}"
 
 
 def make_settings(
-    *, every_n: int, offload: Any, layers: Any, policy: Any, verify: bool, debug_dir: str | Path | None
+    *,
+    every_n: int = 1,
+    offload: Any = None,
+    layers: Any = None,
+    policy: Any = None,
+    budget: Any = None,
+    save: Any = (),
+    verify: bool = False,
+    debug_dir: str | Path | None = None,
 ) -> Settings:
     """Settings from what a user passed to ``transform``.
 
     Raises:
         SettingsError: a value means nothing.
     """
+    if budget is not None and (every_n != 1 or policy is not None):
+        raise SettingsError("budget= chooses what every_n= and policy= would say: leave these out.")
     return Settings(
         every_n=every_n,
         offload=parse_offload(offload),
         layers=_parse_layers(layers),
         policy=policy,
+        budget=None if budget is None else parse_budget(budget),
+        save=parse_save(save),
         verify=verify,
         debug_dir=Path(debug_dir) if debug_dir is not None else None,
     )
@@ -144,6 +180,48 @@ def parse_offload(offload: Any) -> Offload | None:
             raise SettingsError(f"offload: unknown {', '.join(unknown)}; its options are {', '.join(known)}.")
         return Offload(**offload)
     raise SettingsError(f'offload={offload!r}: use False, True, "cpu", "disk" or fxckpt.Offload(...).')
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for unit, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
+
+
+def parse_budget(budget: Any) -> Budget:
+    """Bytes, text such as ``"24GiB"`` or ``"500 MB"``, or a share of the device's memory, ``"80%"``.
+
+    Raises:
+        SettingsError: none of these.
+    """
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return Budget(budget)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", budget.lower()) if isinstance(budget, str) else None
+    if found is not None:
+        number, unit = float(found[1]), found[2]
+        if unit == "%" and 0 < number <= 100:
+            return Budget(share=number / 100)
+        if unit in _UNITS and number * _UNITS[unit] >= 1:
+            return Budget(int(number * _UNITS[unit]))
+    raise SettingsError(f'budget={budget!r}: give bytes, a text such as "24GiB" or "500MB", or a share such as "80%".')
+
+
+def parse_save(save: Any) -> tuple[str, ...]:
+    """One text, or several, as a tuple without doubles.
+
+    Raises:
+        SettingsError: something else.
+    """
+    entries = (save,) if isinstance(save, str) else tuple(save) if isinstance(save, list | tuple | set) else None
+    if entries is None or not all(isinstance(entry, str) and entry for entry in entries):
+        raise SettingsError(
+            f'save={save!r}: give texts, each "attention", "matmul", an operator\'s name such as "aten.mm", or a name '
+            "that fxckpt.name gave."
+        )
+    return tuple(dict.fromkeys(entries))
 
 
 def _parse_layers(layers: Any) -> tuple[LayerSpec, ...] | None:

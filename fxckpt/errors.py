@@ -3,6 +3,7 @@
 FxckptError
 ├── SettingsError      a setting has a value that means nothing
 ├── NoLayersError      no boundary layer was found, or a name, class or predicate matches none
+├── BudgetError        no choice of treatments keeps the budget
 ├── CaptureError       the training step was not captured, so the rewrite could not be applied
 ├── BackendError       the torch.compile backend does not run the rewrite
 ├── UnsupportedError   something asked of a rewritten graph that it cannot do (double backward, ...)
@@ -23,6 +24,10 @@ class SettingsError(FxckptError, ValueError):
 
 class NoLayersError(FxckptError):
     """No boundary layer was found, or a name pattern, class or predicate matches none."""
+
+
+class BudgetError(FxckptError):
+    """No choice of treatments keeps the budget."""
 
 
 class CaptureError(FxckptError):

@@ -1,5 +1,6 @@
 """The one ordered list of passes, and the record that a run of it leaves.
 
+    names          capture   values that the model's author named
     regions        capture   find the calls of boundary layers
     take_over      rewrite   layers whose own checkpointing is on lose the tags it left
     masks          rewrite   attention whose mask is known to be the causal one, or none, is told so
@@ -29,12 +30,14 @@ from typing import Any
 from torch import fx
 
 from fxckpt import graph as G
+from fxckpt.capture.names import take_names
 from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.graph_plan import GraphPlan, make_plan
 from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
 from fxckpt.decide.policy import Treatment
+from fxckpt.rewrite.bases import save_bases
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
@@ -205,6 +208,10 @@ class _Run:
         return [n for n, flag in zip(nodes, flags, strict=False) if flag]
 
 
+def _names(run: _Run) -> None:
+    take_names(run.joint.graph)
+
+
 def _regions(run: _Run) -> None:
     run.regions = find_regions(run.joint.graph, run.request.layers, run.request.around)
 
@@ -225,7 +232,6 @@ def _plan(run: _Run) -> None:
         run.request.treatments,
         learned=set(run.inputs_where(run.request.parameters)) | run.differentiated(),
         num_forward_outputs=run.num_forward_outputs,
-        offload=run.request.settings.offload is not None,
     )
 
 
@@ -255,6 +261,7 @@ def _transfers(run: _Run) -> None:
     assert run.forward is not None and run.backward is not None
     offload = run.request.settings.offload
     if offload is not None:
+        save_bases(run.forward, run.backward, run.num_forward_outputs)
         names = [r.name for r in run.regions]
         run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs, names, offload.place)
 
@@ -292,6 +299,7 @@ def _clock(run: _Run) -> Clock | None:
 
 
 PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
+    ("names", _names),
     ("regions", _regions),
     ("take_over", _take_over),
     ("masks", _masks),
@@ -374,7 +382,7 @@ def _recomputed(run: _Run) -> dict[fx.Node, str]:
     if "plan" not in run.seconds:
         return {}
     chosen = run.request.treatments
-    regions = [r for r in run.regions if chosen.get(r.layer.name) is Treatment.RECOMPUTE]
+    regions = [r for r in run.regions if chosen.get(r.layer.name, Treatment.KEEP).recompute]
     return {node: region.name for region in regions for node in region.nodes}
 
 

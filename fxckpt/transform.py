@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
-from fxckpt.config import Offload, make_settings
+from fxckpt.config import Offload, Settings, make_settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
-from fxckpt.decide.policy import Treatment
 from fxckpt.errors import CaptureError, SettingsError
 from fxckpt.pipeline import GraphRecord
 from fxckpt.predict.plan import make_plan
@@ -24,6 +25,7 @@ from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import network
 from fxckpt.show.data import Explanation
 from fxckpt.show.explain import explain_records
+from fxckpt.use import state as states
 from fxckpt.use.view import make_view, state_of
 
 log = logging.getLogger("fxckpt")
@@ -38,6 +40,8 @@ def transform(
     offload: Any = False,
     layers: Any = None,
     policy: Any = None,
+    save: str | Sequence[str] = (),
+    budget: int | str | None = None,
     plan: Plan | str | Path | None = None,
     verify: bool = False,
     debug_dir: str | Path | None = None,
@@ -68,7 +72,15 @@ def transform(
             one part of a name, ``**`` any number), a predicate ``(name, module) -> bool``.
         policy: in place of `every_n`, a callable ``(layer) -> Treatment | bool``, or a list of layer names to
             recompute.
-        plan: what :func:`fxckpt.plan` returned, or a file of it, in place of `every_n`, `offload` and `policy`.
+        save: values inside recomputed layers that are saved all the same: ``"attention"`` (what fused attention
+            kernels give), ``"matmul"`` (matrix products and convolutions), an operator's name such as ``"aten.bmm"``,
+            or a name that :func:`fxckpt.name` gave. Less is computed again then, and more held.
+        budget: in place of `every_n` and `policy`, the most memory that a step may take: bytes of its peak on top of
+            parameters and batch, as a number or as ``"24GiB"``; or a share of the device's memory, ``"80%"``, which is
+            to hold parameters and buffers, too. The first call plans for its batch, as :func:`fxckpt.plan` does:
+            what to recompute, with `offload` what to offload, so that the step is as fast as it can be within it.
+        plan: what :func:`fxckpt.plan` returned, or a file of it, in place of `every_n`, `offload`, `policy`, `save` and
+            `budget`.
         verify: check the graph invariants after every pass (costs compile time).
         debug_dir: folder for numbered graphs before and after each pass, and ``seconds.txt``, the time of each.
 
@@ -78,6 +90,9 @@ def transform(
     Raises:
         SettingsError: an argument means nothing.
         NoLayersError: no boundary layer, or one of `layers` matches none; the message names candidates.
+
+    What `save` names and no recomputed layer has, the first call tells, by a SettingsError that lists what they have;
+    and by a BudgetError that no choice keeps the `budget`.
     """
     if not isinstance(model, nn.Module):
         raise SettingsError(f"transform needs a torch.nn.Module, not a {type(model).__name__}.")
@@ -86,17 +101,26 @@ def transform(
     if hasattr(type(model), "_fxckpt_state"):  # transformed before: the same original, seen through new settings
         model = state_of(model).model  # type: ignore[assignment]
     if plan is not None:
-        if every_n != 1 or offload is not False or policy is not None:
-            raise SettingsError("plan= says what every_n=, offload= and policy= would: leave these out.")
+        if every_n != 1 or offload is not False or policy is not None or save or budget is not None:
+            raise SettingsError("plan= says what every_n=, offload=, policy=, save=, budget= would: leave these out.")
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         offload, policy = plan.offload, plan.policy
     settings = make_settings(
-        every_n=every_n, offload=offload, layers=layers, policy=policy, verify=verify, debug_dir=debug_dir
+        every_n=every_n,
+        offload=offload,
+        layers=layers,
+        policy=policy,
+        budget=budget,
+        save=save,
+        verify=verify,
+        debug_dir=debug_dir,
     )
     if isinstance(plan, Plan):
         plan.check_layers(type(model).__name__, boundary_layers(model, settings.layers))
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
+    if settings.budget is not None:
+        _planning().budget_bytes(settings.budget, model)
     if settings.offload is not None:
         _check_place(model, settings.offload)
     return view  # type: ignore[return-value]
@@ -110,6 +134,8 @@ def plan(
     offload: Any = False,
     layers: Any = None,
     policy: Any = None,
+    save: str | Sequence[str] = (),
+    budget: int | str | None = None,
     compiled: bool = False,
 ) -> Plan:
     """What a training step will cost, before it runs and without memory for it.
@@ -132,6 +158,8 @@ def plan(
         offload: as for :func:`transform`.
         layers: as for :func:`transform`.
         policy: as for :func:`transform`.
+        save: as for :func:`transform`.
+        budget: as for :func:`transform`; the plan is then the one of least seconds within it.
         compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs.
 
     Returns:
@@ -140,6 +168,7 @@ def plan(
     Raises:
         SettingsError: an argument means nothing.
         NoLayersError: no boundary layer, or one of `layers` matches none; the message names candidates.
+        BudgetError: no choice keeps the budget; the message names the smallest that can be kept.
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
     """
     if not isinstance(model, nn.Module):
@@ -148,10 +177,27 @@ def plan(
         raise SettingsError(f"plan needs the batch as a dict of keyword arguments, not a {type(batch).__name__}.")
     if hasattr(type(model), "_fxckpt_state"):
         model = state_of(model).model
-    settings = make_settings(
-        every_n=every_n, offload=offload, layers=layers, policy=policy, verify=False, debug_dir=None
-    )
+    settings = make_settings(every_n=every_n, offload=offload, layers=layers, policy=policy, budget=budget, save=save)
+    if settings.budget is not None:
+        chosen: Plan = _planning().plan_within(model, batch, settings, compiled=compiled)
+        return chosen
     return make_plan(model, batch, settings, compiled=compiled)
+
+
+def _planning() -> Any:
+    """The module that plans within budgets: its solver's library takes longer to import than all of fxckpt."""
+    return importlib.import_module("fxckpt.predict.budget")
+
+
+def _keep_budget(model: nn.Module, batch: Mapping[str, Any], settings: Settings, compiled: bool) -> Plan:
+    with torch.random.fork_rng(devices=[]):
+        made: Plan = _planning().plan_within(model, batch, settings, compiled=compiled)
+    chosen = sum(1 for layer in made.layers if layer.treatment == "recompute")
+    log.info("fxckpt: %d of %d layers are recomputed to keep %s bytes.", chosen, len(made.layers), made.budget_bytes)
+    return made
+
+
+states.planner = _keep_budget
 
 
 def _check_place(model: nn.Module, offload: Offload) -> None:
@@ -184,10 +230,33 @@ def selected_layers(transformed: nn.Module) -> list[str]:
     """Qualified names of the boundary layers that are recomputed, in the order of ``model.modules()``.
 
     Raises:
+        CaptureError: a budget is to be kept, and nothing has been called yet.
         FxckptError: not a transformed model.
     """
-    chosen = state_of(transformed).treatments()
-    return [name for name, treatment in chosen.items() if treatment is Treatment.RECOMPUTE]
+    state = state_of(transformed)
+    if state.settings.budget is not None:
+        raise CaptureError("With budget= the first call chooses the layers: call t(**batch) with gradients on first.")
+    chosen = state.treatments()
+    return [name for name, treatment in chosen.items() if treatment.recompute]
+
+
+def chosen_plan(transformed: nn.Module) -> Plan:
+    """The plan that ``transform(budget=...)`` made at the first call, to be looked at, or kept as a file.
+
+    Args:
+        transformed: what :func:`transform` returned, compiled or wrapped or not.
+
+    Raises:
+        CaptureError: there is no budget, or nothing has been called yet.
+        FxckptError: not a transformed model.
+    """
+    found = state_of(transformed).plan
+    if found is None:
+        raise CaptureError(
+            "No plan was made for this model: transform(model, budget=...) makes one at the first call with gradients "
+            "on, and fxckpt.plan(model, batch, ...) whenever it is asked."
+        )
+    return found
 
 
 def stats(transformed: nn.Module) -> TransferStats:

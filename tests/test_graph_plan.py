@@ -99,7 +99,7 @@ def test_interior_values_are_never_saved(name: str, dropout: bool, every_n: int)
 
 
 def treatment(record: GraphRecord, region: str) -> str:
-    return next(r.treatment.value for r in record.plan.regions if r.name == region)
+    return next(r.treatment.kind for r in record.plan.regions if r.name == region)
 
 
 def test_interior_values_of_kept_layers_are_saved_as_without_fxckpt() -> None:

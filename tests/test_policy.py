@@ -38,7 +38,7 @@ def test_every_n_counts_from_the_first_layer(count: int, n: int) -> None:
     found = layers(*(f"l.{i}" for i in range(count)))
     treatments = decide_layers(found, Settings(every_n=n))
     assert list(treatments) == [layer.name for layer in found]
-    picked = [i for i, treatment in enumerate(treatments.values()) if treatment is RECOMPUTE]
+    picked = [i for i, treatment in enumerate(treatments.values()) if treatment.recompute]
     assert picked == list(range(count))[::n]
     assert len(picked) == -(-count // n) and picked[0] == 0
     assert decide_layers(found, Settings(policy=fxckpt.every_n(n))) == treatments
@@ -46,8 +46,8 @@ def test_every_n_counts_from_the_first_layer(count: int, n: int) -> None:
 
 @given(count=st.integers(1, 30), n=st.integers(1, 8), factor=st.integers(1, 4))
 def test_a_multiple_of_n_selects_fewer_of_the_same(count: int, n: int, factor: int) -> None:
-    some = {i for i in range(count) if fxckpt.every_n(n)(layers(*"x" * count)[i]) is RECOMPUTE}
-    fewer = {i for i in range(count) if fxckpt.every_n(n * factor)(layers(*"x" * count)[i]) is RECOMPUTE}
+    some = {i for i in range(count) if fxckpt.every_n(n)(layers(*"x" * count)[i]).recompute}
+    fewer = {i for i in range(count) if fxckpt.every_n(n * factor)(layers(*"x" * count)[i]).recompute}
     assert fewer <= some
 
 

@@ -76,7 +76,7 @@ def with_regions(found: list[GraphRecord]) -> list[GraphRecord]:
 
 
 def treatments(record: GraphRecord) -> dict[str, str]:
-    return {plan.name: plan.treatment.value for plan in record.plan.regions}
+    return {plan.name: plan.treatment.kind for plan in record.plan.regions}
 
 
 # ---- one graph ---------------------------------------------------------------------------------------------------

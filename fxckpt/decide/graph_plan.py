@@ -12,12 +12,15 @@ Rules, in the order they are applied to a recomputed region:
 3. If such a value is a cheap function of ONE other that the backward needs anyway (a layer norm's result, of its
    input), the region starts from that one, and recomputes the function too; not where the value leaves device memory.
 4. A value of the region that is read outside it (by the forward, or as a graph output) is never recomputed.
-5. All other values of the region are its interior: recomputed, never saved.
+5. A value of the region that the policy names (``save=``) is saved, with the tensor that owns its storage.
+6. All other values of the region are its interior: recomputed, never saved.
+
+What is saved in a region that is kept, the partitioner chooses; where it is to be offloaded, its values are tagged so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +28,11 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.capture.regions import Region
+from fxckpt.decide import saves
 from fxckpt.decide.cost import is_cheap
+from fxckpt.decide.kept import kept_to_move, tag_kept
 from fxckpt.decide.policy import Treatment
+from fxckpt.decide.transfer_names import TransferNames
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,22 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """A policy applied to one graph."""
+    """A policy applied to one graph.
+
+    Attributes:
+        regions: what becomes of each region.
+        boundaries: the boundary activations.
+        matched: those of the ``save=`` that named a value of a recomputed region.
+    """
 
     regions: tuple[RegionPlan, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
+    matched: frozenset[str] = frozenset()
 
     @property
     def recomputes(self) -> bool:
         """Whether any region is recomputed."""
-        return any(r.treatment is Treatment.RECOMPUTE for r in self.regions)
+        return any(r.treatment.recompute for r in self.regions)
 
 
 @dataclass
@@ -91,15 +104,22 @@ class _Draft:
     """Working state of one planning run."""
 
     owner: dict[fx.Node, Region]
+    treatments: Mapping[str, Treatment]
+    kept: Mapping[fx.Node, Region]
     backward: set[fx.Node]
     parametric: set[fx.Node]
     outputs: set[fx.Node]
-    offload: bool
     readers: dict[fx.Node, list[Region]] = field(default_factory=dict)
     exits: set[fx.Node] = field(default_factory=set)
     free: set[fx.Node] = field(default_factory=set)
     again: dict[fx.Node, list[Region]] = field(default_factory=dict)
     """Values outside recomputed regions that are recomputed with these regions."""
+    named: dict[fx.Node, str] = field(default_factory=dict)
+    """Interior values that are saved, and what named them."""
+
+    def moves(self, node: fx.Node, readers: Sequence[Region]) -> bool:
+        """Whether what these regions start from leaves device memory."""
+        return node in self.parametric and all(self.treatments[r.layer.name].offload for r in readers)
 
 
 def make_plan(
@@ -109,40 +129,44 @@ def make_plan(
     *,
     learned: set[fx.Node],
     num_forward_outputs: int,
-    offload: bool,
 ) -> GraphPlan:
     """Tag `graph` and say what was decided.
 
     Args:
         graph: the joint graph.
         regions: its regions.
-        treatments: by layer name; layers that are missing are kept.
+        treatments: by layer name, with nothing left open; layers that are missing are kept.
         learned: the placeholders that are parameters, or activations made from parameters in an earlier graph.
         num_forward_outputs: how many of the graph's outputs are the forward's.
-        offload: whether boundary activations leave device memory.
     """
     owner = _owners(regions, treatments)
     region_plans = tuple(
         RegionPlan(r.name, r.layer.name, r.call, treatments.get(r.layer.name, Treatment.KEEP), _inside(r, treatments))
         for r in regions
     )
+    parametric = _dependents(graph, learned)
+    names = TransferNames(regions)
+    kept = kept_to_move(regions, treatments, owner)
     if not owner:
+        tag_kept(kept, parametric, names)
         return GraphPlan(region_plans)
     backward = G.backward_nodes(graph)
     outputs = {n for n in G.output_args(graph)[:num_forward_outputs] if isinstance(n, fx.Node)}
-    draft = _Draft(owner, backward, _dependents(graph, learned), outputs, offload)
+    draft = _Draft(owner, treatments, kept, backward, parametric, outputs)
     _find_exits(draft)
     _find_entries(draft)
     _start_from_what_is_saved(draft)
-    boundaries = _name_boundaries(draft, {r.name for r in regions})
-    _tag_all(draft, boundaries)
-    return GraphPlan(region_plans, tuple(b for b, _ in boundaries.values()))
+    _find_named(draft)
+    boundaries = _name_boundaries(draft, names)
+    _tag_all(draft, boundaries, names)
+    tag_kept(kept, parametric, names)
+    return GraphPlan(region_plans, tuple(b for b, _ in boundaries.values()), frozenset(draft.named.values()))
 
 
 def _outermost(region: Region, treatments: Mapping[str, Treatment]) -> Region | None:
     found, step = None, region
     while step is not None:
-        if treatments.get(step.layer.name) is Treatment.RECOMPUTE:
+        if treatments.get(step.layer.name, Treatment.KEEP).recompute:
             found = step
         step = step.parent  # type: ignore[assignment]
     return found
@@ -217,7 +241,7 @@ def _find_entries(draft: _Draft) -> None:
 def _start_from_what_is_saved(draft: _Draft) -> None:
     """Rule 3: of two values of which one is made of the other, save the one that the backward reads."""
     for node in list(draft.readers):
-        if draft.offload and node in draft.parametric:
+        if draft.moves(node, draft.readers[node]):
             continue
         chain = _made_of(draft, node)
         if chain is None:
@@ -279,19 +303,30 @@ def _try_free(draft: _Draft, value: fx.Node) -> None:
         draft.free |= closure
 
 
-def _name_boundaries(draft: _Draft, region_names: set[str]) -> dict[fx.Node, tuple[Boundary, G.Tag]]:
+def _find_named(draft: _Draft) -> None:
+    """Interior values that the policy saves (rule 5)."""
+    for node, region in draft.owner.items():
+        entry = saves.match(node, draft.treatments[region.layer.name].save or ())
+        if entry is not None and G.tensor(node) is None:  # what the backward alone reads of several results
+            draft.named[node] = entry
+        for found in saves.results(node) if entry is not None else ():
+            value = found if G.is_partial_view(found) else _owned(found)
+            if draft.owner.get(value) is region and G.tensor(value) is not None:
+                draft.named.setdefault(value, str(entry))
+
+
+def _name_boundaries(draft: _Draft, names: TransferNames) -> dict[fx.Node, tuple[Boundary, G.Tag]]:
     """Boundary and tag of each value that is saved at the edge of a recomputed region, in graph order."""
-    prefix = _common_prefix({name.partition("#")[0] for name in region_names})
     used: dict[str, int] = {}
     made: dict[fx.Node, tuple[Boundary, G.Tag]] = {}
     for node in sorted(
         draft.readers, key=lambda n: (min(r.index for r in draft.readers[n]), n not in draft.parametric, n)
     ):
         readers = draft.readers[node]
-        stem = transfer_name(readers[0], prefix)
+        stem = names.of(readers[0], "input")
         count = used[stem] = used.get(stem, -1) + 1
         name = f"{stem}_{count}" if count else stem
-        moves = draft.offload and node in draft.parametric and not _aliases_output(draft, node)
+        moves = draft.moves(node, readers) and not _aliases_output(draft, node)
         val = G.tensor(node)
         assert val is not None
         shape = tuple(G.hint(s) for s in val.shape)
@@ -314,28 +349,30 @@ def _aliases_output(draft: _Draft, node: fx.Node) -> bool:
     return any(G.view_base(out) is base for out in draft.outputs)
 
 
-def _common_prefix(names: set[str]) -> int:
-    """How many leading parts all names share, short of the last two."""
-    parts = [n.split(".") for n in names]
-    shared = 0
-    while all(len(p) > shared + 2 for p in parts) and len({p[shared] for p in parts}) == 1:
-        shared += 1
-    return shared
+def _exit_tag(draft: _Draft, node: fx.Node, names: TransferNames) -> G.Tag:
+    """Of a value that a recomputed region gives; it leaves device memory where a kept region that does so reads it."""
+    region = draft.owner.get(node)
+    if region is None:
+        return G.Tag(G.Kind.BOUNDARY)
+    moves = node in draft.parametric and not _aliases_output(draft, node) and _is_read(node, draft.kept)
+    return G.Tag(G.Kind.BOUNDARY, (region.index,), names.of(region, node.name) if moves else "", moves)
 
 
-def transfer_name(region: Region, shared_prefix: int) -> str:
-    """``layers_3_input`` for ``model.layers.3``, ``layers_3_call1_input`` for its second call."""
-    parts = region.layer.name.split(".")[shared_prefix:]
-    call = f"_call{region.call}" if region.call else ""
-    return "_".join(parts).replace("-", "_") + call + "_input"
+def _is_read(node: fx.Node, readers: Container[fx.Node]) -> bool:
+    return any(user in readers or (G.is_view(user) and _is_read(user, readers)) for user in node.users)
 
 
-def _tag_all(draft: _Draft, boundaries: Mapping[fx.Node, tuple[Boundary, G.Tag]]) -> None:
+def _tag_all(draft: _Draft, boundaries: Mapping[fx.Node, tuple[Boundary, G.Tag]], names: TransferNames) -> None:
     for node, (_, tag) in boundaries.items():
         G.set_tag(node, tag)
     for node in draft.exits:
         if G.tag(node) is None:
-            G.set_tag(node, G.Tag(G.Kind.BOUNDARY, (draft.owner[node].index,) if node in draft.owner else ()))
+            G.set_tag(node, _exit_tag(draft, node, names))
+    for node in draft.named:
+        region = draft.owner[node]
+        if G.tag(node) is None:
+            moves = draft.moves(node, [region]) and G.tensor(node) is not None
+            G.set_tag(node, G.Tag(G.Kind.NAMED, (region.index,), names.of(region, node.name), moves))
     for node, readers in draft.again.items():
         if G.tag(node) is None:
             G.set_tag(node, G.Tag(G.Kind.INTERIOR, tuple(r.index for r in readers)))

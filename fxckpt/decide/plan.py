@@ -25,6 +25,8 @@ class LayerPlan:
     Attributes:
         name: its qualified name.
         treatment: ``"keep"`` or ``"recompute"``.
+        save: what is saved of it all the same, where it is recomputed.
+        offload: whether what its calls hold for backward leaves the device.
         saved_bytes: bytes that its calls hold on the device for backward.
         offloaded_bytes: bytes that they hold where they were offloaded to.
         recomputed_flops: floating point operations that the backward does again for it.
@@ -32,9 +34,16 @@ class LayerPlan:
 
     name: str
     treatment: str
+    save: tuple[str, ...]
+    offload: bool
     saved_bytes: int
     offloaded_bytes: int
     recomputed_flops: int
+
+    @property
+    def decided(self) -> Treatment:
+        """The treatment that this is."""
+        return Treatment(self.treatment == Treatment.RECOMPUTE.kind, self.save, self.offload)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Plan:
         recomputed_flops: those that recomputing adds.
         peak_bytes: the most bytes in memory at once during the step, gradients included, on top of parameters, batch
             and whatever else is there before it.
+        budget_bytes: what `peak_bytes` had to stay within, or None.
     """
 
     model: str
@@ -70,11 +80,12 @@ class Plan:
     flops: int
     recomputed_flops: int
     peak_bytes: int
+    budget_bytes: int | None = None
 
     @property
     def policy(self) -> Given:
         """The policy that does what the plan says."""
-        return Given(tuple((layer.name, Treatment(layer.treatment)) for layer in self.layers))
+        return Given(tuple((layer.name, layer.decided) for layer in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, for JSON."""
@@ -122,7 +133,7 @@ class Plan:
         values = {name: value for name, value in given.items() if name in wanted}
         try:
             values["offload"] = None if values["offload"] is None else Offload(**values["offload"])
-            values["layers"] = tuple(LayerPlan(**layer) for layer in values["layers"])
+            values["layers"] = tuple(LayerPlan(**{**it, "save": tuple(it["save"])}) for it in values["layers"])
             made = cls(**values)
         except (KeyError, TypeError) as error:
             raise SettingsError(f"a field of it is missing or unknown ({error}).") from error
@@ -138,10 +149,13 @@ class Plan:
         names = [layer.name for layer in self.layers]
         if len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
             raise SettingsError("its layers have names that are no texts, or twice the same.")
-        known = [t.value for t in Treatment]
+        known = [Treatment.KEEP.kind, Treatment.RECOMPUTE.kind]
         for layer in self.layers:
             if layer.treatment not in known:
                 raise SettingsError(f"layer {layer.name} is to {layer.treatment!r}, which is none of {known}.")
+            if layer.offload not in (False, self.offload is not None):
+                raise SettingsError(f"layer {layer.name} has offload {layer.offload!r}; the plan says {self.offload}.")
+            _ = layer.decided  # looks at what it saves
 
     def check_layers(self, model: str, layers: Iterable[BoundaryLayer]) -> None:
         """Refuse a model that the plan was not made for.

@@ -1,30 +1,68 @@
 """Policies: small functions that say what becomes of a boundary layer's calls.
 
 A policy is any callable ``policy(layer) -> Treatment`` (or ``True`` for recompute, ``False`` for keep). It only
-decides; the rewrite obeys. Policies combine: :func:`either` recomputes what any of several would.
+decides; the rewrite obeys. Policies combine: :func:`either` recomputes what any of several would. What a treatment
+leaves open, the settings of ``transform`` say (:func:`decide_layers`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from fxckpt.capture.regions import BoundaryLayer
-from fxckpt.config import Settings, check_whole
+from fxckpt.config import Settings, check_whole, parse_save
 from fxckpt.decide.layers import name_pattern
 from fxckpt.errors import NoLayersError, SettingsError
 
 
-class Treatment(enum.Enum):
-    """What becomes of a region's values."""
+@dataclass(frozen=True)
+class Treatment:
+    """What becomes of the values of a layer's calls.
 
-    KEEP = "keep"
-    """The partitioner saves what it would save without fxckpt."""
-    RECOMPUTE = "recompute"
-    """Interior values are recomputed in the backward from the region's boundary activations."""
+    Attributes:
+        recompute: True: interior values are recomputed in the backward from the call's boundary activations. False: the
+            partitioner saves what it would save without fxckpt.
+        save: interior values that are saved all the same, where the layer is recomputed: as for ``transform(save=)``,
+            which is asked where this is None.
+        offload: whether what a call holds for backward leaves device memory. None: as ``transform(offload=)`` says,
+            of recomputed layers alone but with ``Offload(kept=True)``.
 
+    Raises:
+        SettingsError: `save` names nothing, or the layer is kept, so that there is nothing to save beside.
+    """
+
+    recompute: bool = True
+    save: tuple[str, ...] | None = None
+    offload: bool | None = None
+
+    KEEP: ClassVar[Treatment]
+    RECOMPUTE: ClassVar[Treatment]
+
+    def __post_init__(self) -> None:
+        if self.save is not None:
+            object.__setattr__(self, "save", parse_save(self.save))
+        if self.save and not self.recompute:
+            raise SettingsError(
+                f"Treatment(recompute=False, save={self.save!r}): a kept layer saves its values anyway."
+            )
+
+    @property
+    def kind(self) -> str:
+        """``"recompute"`` or ``"keep"``."""
+        return "recompute" if self.recompute else "keep"
+
+    @property
+    def text(self) -> str:
+        """In words, such as ``recompute, save attention, offload``."""
+        parts = [self.kind]
+        parts += [f"save {', '.join(self.save)}"] if self.save else []
+        return ", ".join([*parts, "offload"] if self.offload else parts)
+
+
+Treatment.KEEP = Treatment(recompute=False)
+Treatment.RECOMPUTE = Treatment()
 
 Policy: TypeAlias = Callable[[BoundaryLayer], "Treatment | bool"]
 
@@ -71,14 +109,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Either:
-    """Recompute what any of several policies would."""
+    """Recompute what any of several policies would, as the first of those says."""
 
     policies: tuple[Policy, ...]
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
         """What becomes of the calls of `layer`."""
         chosen = [ask(p, layer) for p in self.policies]
-        return Treatment.RECOMPUTE if Treatment.RECOMPUTE in chosen else Treatment.KEEP
+        return next((t for t in chosen if t.recompute), chosen[0] if chosen else Treatment.KEEP)
 
 
 def every_n(n: int) -> EveryN:
@@ -92,7 +130,7 @@ def names(*patterns: str) -> Names:
 
 
 def either(*policies: Policy) -> Either:
-    """Recompute what any of `policies` would."""
+    """Recompute what any of `policies` would, as the first of those says."""
     return Either(policies)
 
 
@@ -126,10 +164,11 @@ def policy_of(settings: Settings) -> Policy:
 
 
 def decide_layers(layers: Iterable[BoundaryLayer], settings: Settings) -> dict[str, Treatment]:
-    """What becomes of each boundary layer, by name, in order.
+    """What becomes of each boundary layer, by name, in order; nothing is left open.
 
     Raises:
         NoLayersError: a name pattern of the policy matches no boundary layer, or it is an empty list of names.
+        SettingsError: a layer is to be offloaded, and there is no place for it.
     """
     policy, layers = policy_of(settings), list(layers)
     known = [layer.name for layer in layers]
@@ -138,7 +177,22 @@ def decide_layers(layers: Iterable[BoundaryLayer], settings: Settings) -> dict[s
     for pattern in _patterns(policy):
         if not any(name_pattern(pattern).fullmatch(name) for name in known):
             raise NoLayersError(f"policy: {pattern!r} matches no boundary layer; they are {', '.join(known[:20])}.")
-    return {layer.name: ask(policy, layer) for layer in layers}
+    return {layer.name: _settled(ask(policy, layer), layer, settings) for layer in layers}
+
+
+def _settled(treatment: Treatment, layer: BoundaryLayer, settings: Settings) -> Treatment:
+    """The treatment with what the settings say of what it leaves open."""
+    save, place = treatment.save, settings.offload
+    if treatment.offload and place is None:
+        raise SettingsError(f"policy: {layer.name!r} is to be offloaded, and nobody says where: give offload=, too.")
+    if not treatment.recompute:
+        save = ()
+    elif save is None:
+        save = settings.save
+    offload = treatment.offload
+    if offload is None:
+        offload = place is not None and (treatment.recompute or place.kept)
+    return Treatment(treatment.recompute, save, offload)
 
 
 def _patterns(policy: Policy) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from fxckpt.graph.meta import clear_policy as clear_policy
 from fxckpt.graph.meta import clear_tag as clear_tag
 from fxckpt.graph.meta import copy_provenance as copy_provenance
 from fxckpt.graph.meta import example_value as example_value
+from fxckpt.graph.meta import give_name as give_name
+from fxckpt.graph.meta import given_names as given_names
 from fxckpt.graph.meta import is_forward as is_forward
 from fxckpt.graph.meta import is_recomputed as is_recomputed
 from fxckpt.graph.meta import keeps_saved as keeps_saved

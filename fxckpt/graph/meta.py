@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt.graph.structure import is_tangent, output_node, placeholders
 
 _OWN_KEY = "fxckpt"
+_NAMES_KEY = "fxckpt_names"
 
 
 class Kind(enum.Enum):
@@ -27,6 +28,10 @@ class Kind(enum.Enum):
     """Does not depend on a parameter and is cheap: recomputed from small graph inputs."""
     STATE = "state"
     """Copy of a graph input that the step itself changes: saved before the change."""
+    NAMED = "named"
+    """Inside a recomputed region, and saved because its policy says so."""
+    KEPT = "kept"
+    """Inside a region that is kept: leaves device memory if the partitioner chooses to save it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class Tag:
 
     Attributes:
         kind: what the value is to the rewrite.
-        regions: indices of the regions the value belongs to (interior) or is read by (boundary).
-        name: for a boundary, the name of its transfer nodes, such as ``layers_3_input``.
-        offload: for a boundary, whether it leaves device memory.
+        regions: indices of the regions the value belongs to (interior, named, kept) or is read by (boundary).
+        name: of what may be offloaded, the name of its transfer nodes, such as ``layers_3_input``.
+        offload: whether it leaves device memory, where it is saved.
     """
 
     kind: Kind
@@ -59,6 +64,17 @@ def set_tag(node: fx.Node, value: Tag) -> None:
 def clear_tag(node: fx.Node) -> None:
     """Take the rewrite's mark off `node`."""
     node.meta.pop(_OWN_KEY, None)
+
+
+def given_names(node: fx.Node) -> tuple[str, ...]:
+    """The names that the model's author gave the value of `node`."""
+    names: tuple[str, ...] = node.meta.get(_NAMES_KEY, ())
+    return names
+
+
+def give_name(node: fx.Node, name: str) -> None:
+    """Put one more name on the value of `node`."""
+    node.meta[_NAMES_KEY] = (*given_names(node), name)
 
 
 def value(node: fx.Node) -> Any:

@@ -95,6 +95,14 @@ def short_name(name: str, folds: Sequence[Fold]) -> str:
     return name
 
 
+def shifted(fold: Fold, module: str, layers: int) -> str:
+    """The path of the same module of the layer so many further on; of a module of no layer, its own."""
+    if index_in(fold, module) is None:
+        return module
+    index, rest = _split(module, fold)
+    return f"{fold.container}.{index + layers}{rest}".lstrip(".")
+
+
 def index_in(fold: Fold, module: str) -> int | None:
     """The number, in the short list, of the layer that the module of this path is or lies in; None for others."""
     if module == fold.container or not _inside(module, fold.container):

@@ -47,12 +47,27 @@ def make_plan(
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
         NoLayersError: the model has no boundary layer.
     """
+    return plan_step(model, batch, settings, compiled=compiled, fold=fold).plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the step that it is the plan of."""
+
+    plan: Plan
+    steps: Steps
+
+
+def plan_step(
+    model: nn.Module, batch: Mapping[str, Any], settings: Settings, *, compiled: bool = False, fold: bool = True
+) -> Planned:
+    """As :func:`make_plan`, with the levels of the step."""
     treatments = decide_layers(boundary_layers(model, settings.layers), settings)
     captured = _capture_folded(model, batch, settings, treatments, compiled) if fold else None
     if captured is None:
         records = capture_step(model, batch, settings, compiled=compiled)
         captured = _Captured(records, (), read_steps(records))
-    return _count(captured, model, batch, settings, treatments, compiled)
+    return Planned(_count(captured, model, batch, settings, treatments, compiled), captured.steps)
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,7 @@ def _count(
         compiled=compiled,
         offload=settings.offload,
         layers=tuple(
-            LayerPlan(name, treatments[name].value, saved[short], offloaded[short], again[short])
+            _layer(name, treatments[name], saved[short], offloaded[short], again[short])
             for name, short in named.items()
         ),
         batch=_describe(batch),
@@ -120,6 +135,10 @@ def _count(
         recomputed_flops=total["again"],
         peak_bytes=captured.steps.peak_bytes,
     )
+
+
+def _layer(name: str, decided: Treatment, saved: int, offloaded: int, again: int) -> LayerPlan:
+    return LayerPlan(name, decided.kind, decided.save or (), bool(decided.offload), saved, offloaded, again)
 
 
 def _by_layer(records: Iterable[GraphRecord]) -> tuple[Counter[str], Counter[str], Counter[str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fxckpt import graph as G
 from fxckpt.pipeline import GraphRecord, current_records, simulate_records
-from fxckpt.predict.fold import Fold, index_in
+from fxckpt.predict.fold import Fold, index_in, shifted
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class Steps:
         levels: bytes in memory while each runs, beside parameters and the batch.
         modules: the module whose work each is; empty where unknown.
         backward: how many of the steps come before the backward begins.
+        seconds: how long each runs; None where that is not known.
     """
 
     levels: list[int]
     modules: list[str]
     backward: int
+    seconds: list[float] | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -61,8 +63,24 @@ def repeat(steps: Steps, fold: Fold) -> Steps | None:
         again = _repeat_once(steps, range(start, stop), fold.left_out)
         if again is None:
             return None
-        steps = again
+        steps = replace(again, modules=_renamed(steps, range(start, stop), fold, forward))
     return steps
+
+
+def _renamed(steps: Steps, block: range, fold: Fold, forward: bool) -> list[str]:
+    """The modules of a step in which the stretch `block` is repeated, by their paths in the whole model."""
+    whole, beyond = fold.left_out * fold.period, fold.layers.stop
+    passed = range(steps.backward) if forward else range(steps.backward, len(steps.modules))
+
+    def name(i: int) -> str:
+        module = steps.modules[i]
+        number = index_in(fold, module) if i in passed else None
+        return module if number is None or number < beyond else shifted(fold, module, whole)
+
+    names = [name(i) for i in range(len(steps.modules))]
+    times = [(t + 1 if forward else fold.left_out - 1 - t) * fold.period for t in range(fold.left_out)]
+    again = [shifted(fold, steps.modules[i], layers) for layers in times for i in block]
+    return names[: block.stop] + again + names[block.stop :]
 
 
 def _cut(numbers: Sequence[int | None], bound: int, forward: bool) -> int:
@@ -81,7 +99,7 @@ def _cut(numbers: Sequence[int | None], bound: int, forward: bool) -> int:
 
 
 def _repeat_once(steps: Steps, block: range, times: int) -> Steps | None:
-    levels, modules = steps.levels, steps.modules
+    levels = steps.levels
     after = range(block.stop, block.stop + len(block))
     if not block or after.stop > (steps.backward if block.stop <= steps.backward else len(levels)):
         return None
@@ -89,10 +107,12 @@ def _repeat_once(steps: Steps, block: range, times: int) -> Steps | None:
     if any(levels[b] - levels[a] != growth for a, b in zip(block, after, strict=True)):
         return None
     inserted = [levels[i] + growth * (t + 1) for t in range(times) for i in block]
-    end = block.stop
+    end, seconds = block.stop, steps.seconds
+    if seconds is not None:
+        seconds = seconds[:end] + [seconds[i] for i in block] * times + seconds[end:]
     return replace(
         steps,
         levels=levels[:end] + inserted + [level + growth * times for level in levels[end:]],
-        modules=modules[:end] + [modules[i] for i in block] * times + modules[end:],
+        seconds=seconds,
         backward=steps.backward + (times * len(block) if end <= steps.backward else 0),
     )

@@ -12,6 +12,7 @@ from fxckpt import graph as G
 from fxckpt.capture.regions import Region
 
 _RECOMPUTED = (G.Kind.INTERIOR, G.Kind.FREE)
+_SAVED = (G.Kind.BOUNDARY, G.Kind.NAMED)
 
 
 def copy_changed_inputs(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
@@ -86,7 +87,7 @@ def random_operators(graph: fx.Graph) -> dict[torch._ops.OpOverload, bool]:
 
 
 def hold_boundaries(graph: fx.Graph) -> None:
-    """Put ``fxckpt.boundary`` behind boundary values that PyTorch's partitioner would not save when told to.
+    """Put ``fxckpt.boundary`` behind boundary and named values that PyTorch's partitioner would not save when told to.
 
     It recomputes views and results picked out of a tuple (as of a layer norm) whatever their tag says, and so would run
     several regions in a row. :func:`release_boundaries` takes the nodes out again.
@@ -95,7 +96,7 @@ def hold_boundaries(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         tag = G.tag(node)
-        if tag is None or tag.kind is not G.Kind.BOUNDARY or not (G.is_view(node) or G.is_getitem(node)):
+        if tag is None or tag.kind not in _SAVED or not (G.is_view(node) or G.is_getitem(node)):
             continue
         readers = [u for u in node.users if u.op != "output"]
         with graph.inserting_after(node):
@@ -114,6 +115,7 @@ def release_boundaries(forward: fx.Graph, backward: fx.Graph) -> None:
     Needs: forward and backward graph. Leaves: the tag on the value itself.
     """
     inputs = {n.name: n for n in G.placeholders(backward)}
+    made = {n.name: n for n in forward.nodes}
     for graph in (forward, backward):
         for held in graph.find_nodes(op="call_function", target=torch.ops.fxckpt.boundary.default):
             source = held.args[0]
@@ -121,6 +123,8 @@ def release_boundaries(forward: fx.Graph, backward: fx.Graph) -> None:
             tag = G.tag(held)
             assert tag is not None
             G.set_tag(source, tag)
+            if graph is backward and source.name in made:  # the partitioner saved the value itself
+                G.set_tag(made[source.name], tag)
             if graph is forward and held.name in inputs:
                 taken = inputs[held.name]
                 taken._rename(source.name)
@@ -140,6 +144,8 @@ def tell_partitioner(graph: fx.Graph) -> None:
     for node in graph.nodes:
         tag = G.tag(node)
         if tag is None or node.op != "call_function":
+            continue
+        if tag.kind is G.Kind.KEPT:
             continue
         if tag.kind in _RECOMPUTED:
             if _runs_once(node):

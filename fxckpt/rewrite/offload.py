@@ -22,6 +22,9 @@ from torch import fx
 
 from fxckpt import graph as G
 
+LEAST_BYTES = 4096
+"""What a kept region saves of fewer bytes stays: a page, and of a layer's statistics there are many."""
+
 
 def insert_transfers(
     forward: fx.GraphModule,
@@ -58,7 +61,7 @@ def insert_transfers(
     moved: dict[fx.Node, fx.Node] = {}
     for node in outputs[num_forward_outputs:]:
         tag = G.tag(node) if isinstance(node, fx.Node) else None
-        if tag is None or not tag.offload or node.op != "call_function" or G.view_base(node) in staying:
+        if tag is None or not _wants_offload(node) or G.view_base(node) in staying:
             continue
         if G.view_base(node).op == "placeholder" or node in moved:
             continue
@@ -72,7 +75,9 @@ def insert_transfers(
 
 def _wants_offload(node: fx.Node) -> bool:
     tag = G.tag(node)
-    return tag is not None and tag.offload
+    if tag is None or not tag.offload or node.op != "call_function":
+        return False
+    return tag.kind is not G.Kind.KEPT or G.nbytes(node) >= LEAST_BYTES
 
 
 def _offload(graph: fx.Graph, node: fx.Node, tag: G.Tag, region: str, place: str) -> fx.Node:

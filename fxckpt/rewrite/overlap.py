@@ -35,9 +35,9 @@ from fxckpt.rewrite.phases import (
     feeds_product,
     find_gradients,
     find_readers,
-    first_reader,
     is_added,
     is_product,
+    region_of_reload,
 )
 
 
@@ -173,6 +173,7 @@ def order_reloads(
         ceiling: bytes of the step's peak outside the backward, counted alike.
     """
     groups = _groups(backward)
+    _gather_kept(groups)
     _wait_for_gradients(groups)
     if not prefetch:
         return
@@ -306,13 +307,13 @@ def _wait_for_gradients(groups: Sequence[Sequence[fx.Node]]) -> None:
 
 
 def _groups(backward: fx.Graph) -> list[list[fx.Node]]:
-    """The waits for reloads, in order; together those that one region starts from."""
+    """The waits for reloads, in order; together those of what one region starts from, or saved."""
     groups: list[list[fx.Node]] = []
     before: object = None
     for node in backward.nodes:
         if not G.is_wait_reload(node):
             continue
-        region = _region(node)
+        region = region_of_reload(node.all_input_nodes[0])
         if region is None or region != before:
             groups.append([])
         groups[-1].append(node)
@@ -320,8 +321,12 @@ def _groups(backward: fx.Graph) -> list[list[fx.Node]]:
     return groups
 
 
-def _region(wait: fx.Node) -> tuple[int, ...] | None:
-    """The region that the first reader of what is waited for belongs to, or None where it is not recomputed."""
-    reader = first_reader(wait.all_input_nodes[0])
-    tag = G.tag(reader)
-    return tag.regions if tag is not None and G.is_recomputed(reader) else None
+def _gather_kept(groups: Sequence[Sequence[fx.Node]]) -> None:
+    """Wait for all that a kept region saved before its gradients begin, so that reloads have the region before."""
+    for group in groups:
+        for wait in reversed(group[1:]):
+            reload = wait.all_input_nodes[0]
+            tag = G.tag(reload.all_input_nodes[0])
+            if tag is not None and tag.kind is G.Kind.KEPT:
+                group[0].append(wait)
+                group[0].prepend(reload)

@@ -34,6 +34,16 @@ def first_reader(reload: fx.Node) -> fx.Node:
     return min(n for n in reload.users if not G.is_transfer(n) and not G.is_order(n))
 
 
+def region_of_reload(reload: fx.Node) -> tuple[int, ...] | None:
+    """The region that starts from what `reload` brings back, or whose value it is; None for what is of none."""
+    reader = first_reader(reload)
+    tag = G.tag(reader)
+    if tag is not None and G.is_recomputed(reader):
+        return tag.regions
+    own = G.tag(reload.all_input_nodes[0])
+    return own.regions if own is not None and own.kind in (G.Kind.NAMED, G.Kind.KEPT) else None
+
+
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.convolution}
 
 

@@ -14,6 +14,8 @@ from fxckpt import graph as G
 from fxckpt.errors import VerifyError
 from fxckpt.rewrite.verify_transfers import Limits, check_limits, check_transfers
 
+_SAVED = (G.Kind.BOUNDARY, G.Kind.STATE, G.Kind.NAMED)
+
 
 def verify_joint(
     graph: fx.Graph, where: str, recomputed: Mapping[fx.Node, str] | None = None, told: bool = False
@@ -47,7 +49,9 @@ def verify_joint(
 
 
 def _check_policy(node: fx.Node, tag: G.Tag, where: str) -> None:
-    if tag.kind in (G.Kind.BOUNDARY, G.Kind.STATE):
+    if tag.kind is G.Kind.KEPT:
+        return
+    if tag.kind in _SAVED:
         if not G.keeps_saved(node):
             raise VerifyError(f"{where}: {node.name} is a {tag.kind.value} and yet not marked for saving.")
     elif not G.must_recompute(node) and not _runs_once(node):
@@ -104,7 +108,7 @@ def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> Non
             f"{where}: the forward saves {len(saved)} values, the backward takes {len(taken)}; only in one: {only}."
         )
     names = [n.name for n in taken]
-    ours = [n.name for n in saved if isinstance(n, fx.Node) and (G.tag(n) is not None or G.is_transfer(n))]
+    ours = [n.name for n in saved if isinstance(n, fx.Node) and (_is_told(n) or G.is_transfer(n))]
     for name in ours:
         if names.count(name) != 1:
             raise VerifyError(f"{where}: saved value {name} is no input of the backward.")
@@ -113,6 +117,12 @@ def _check_interface(saved: list[object], backward: fx.Graph, where: str) -> Non
     for name, other in zip(tensors, order, strict=True):
         if name != other:
             raise VerifyError(f"{where}: saved value {name} stands where the backward takes {other}.")
+
+
+def _is_told(node: fx.Node) -> bool:
+    """Whether the plan says what becomes of `node`, and not the partitioner."""
+    tag = G.tag(node)
+    return tag is not None and tag.kind is not G.Kind.KEPT
 
 
 def _check_interior(saved: list[object], where: str) -> None:
@@ -133,7 +143,9 @@ def _check_boundaries(backward: fx.Graph, where: str) -> None:
     """What a recomputed region starts from is taken from the forward: else several regions run in a row."""
     for node in backward.nodes:
         tag = G.tag(node)
-        if node.op == "call_function" and tag is not None and tag.kind in (G.Kind.BOUNDARY, G.Kind.STATE):
+        if node.target is torch.ops.fxckpt.boundary.default and node.all_input_nodes[0].op == "placeholder":
+            continue
+        if node.op == "call_function" and tag is not None and tag.kind in _SAVED:
             raise VerifyError(f"{where}: {node.name} is a {tag.kind.value} and yet computed again in the backward.")
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.errors import VerifyError
-from fxckpt.rewrite.phases import first_reader
+from fxckpt.rewrite.phases import first_reader, region_of_reload
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Limits:
 
     Attributes:
         max_in_flight: storages that are being offloaded.
-        prefetch: recomputed regions for which reloads have started; with 0, the one that comes next; None where there
+        prefetch: regions for which reloads have started; with 0, the one that comes next; None where there
             is no limit but memory.
     """
 
@@ -145,7 +145,6 @@ def check_limits(forward: fx.Graph, backward: fx.Graph, limits: Limits, where: s
 
 
 def _region(reload: fx.Node) -> object:
-    """What reads a reload first: a recomputed region, or a node of none."""
-    reader = first_reader(reload)
-    tag = G.tag(reader)
-    return tag.regions if tag is not None and tag.kind is G.Kind.INTERIOR else reader
+    """What a reload is for: a region, or the node of none that reads it first."""
+    region = region_of_reload(reload)
+    return first_reader(reload) if region is None else region

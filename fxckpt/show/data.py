@@ -40,6 +40,8 @@ class Why(enum.Enum):
     """Made in a recomputed region, and read outside it."""
     KEPT = "kept"
     """Made in a region that is kept."""
+    NAMED = "named"
+    """In a recomputed region, and saved because ``save=`` names it."""
     STATE = "state"
     """Copy of an input that the step itself changes."""
     RANDOM = "random"
@@ -113,6 +115,7 @@ class RegionFigures:
         layer: the layer's name.
         call: which call of the layer in this graph.
         treatment: ``"keep"`` or ``"recompute"``, as the policy chose.
+        save: what the policy saves of a recomputed region.
         inside: name of the recomputed region around it, which then decides, or None.
         nodes: forward nodes.
         saved_bytes: bytes held on the device for backward.
@@ -127,6 +130,7 @@ class RegionFigures:
     layer: str
     call: int
     treatment: str
+    save: tuple[str, ...]
     inside: str | None
     nodes: int
     saved_bytes: int

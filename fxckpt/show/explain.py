@@ -13,7 +13,6 @@ from fxckpt.capture.regions import Region
 from fxckpt.config import Settings
 from fxckpt.decide.cost import total_flops
 from fxckpt.decide.graph_plan import Boundary, RegionPlan
-from fxckpt.decide.policy import Treatment
 from fxckpt.pipeline import GraphRecord, current_records
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import count
@@ -100,7 +99,8 @@ def _region(
         name=plan.name,
         layer=plan.layer,
         call=plan.call,
-        treatment=plan.treatment.value,
+        treatment=plan.treatment.kind,
+        save=plan.treatment.save or (),
         inside=plan.inside,
         nodes=len(forward),
         saved_bytes=sum(v.saved_bytes for v in saved),
@@ -163,10 +163,12 @@ def _why(record: GraphRecord, node: fx.Node, regions: Mapping[str, Region]) -> t
         return (Why.EXIT, where) if readers is None else (Why.BOUNDARY, readers[0])
     if tag is not None and tag.kind is G.Kind.STATE:
         return Why.STATE, where
+    if tag is not None and tag.kind is G.Kind.NAMED:
+        return Why.NAMED, where
     plan = next((p for p in record.plan.regions if p.name == where), None)
     if plan is None:
         return Why.OUTSIDE, where
-    if plan.treatment is Treatment.KEEP and plan.inside is None:
+    if not plan.treatment.recompute and plan.inside is None:
         return Why.KEPT, where
     return (Why.POLICY if G.keeps_saved(node) else Why.ONCE), where
 

@@ -46,14 +46,14 @@ def _layers(plan: Plan) -> Table:
         table.add_column(column, justify="left" if column == "treatment" else "right", no_wrap=True)
     rows: dict[tuple[object, ...], list[LayerPlan]] = {}
     for layer in plan.layers:
-        figures = (layer.treatment, layer.saved_bytes, layer.offloaded_bytes, layer.recomputed_flops)
+        figures = (layer.decided, layer.saved_bytes, layer.offloaded_bytes, layer.recomputed_flops)
         rows.setdefault((stem(layer.name), *figures), []).append(layer)
     for layers in rows.values():
         one, count = layers[0], len(layers)
         table.add_row(
             Text(fold_names(layer.name for layer in layers)),
             str(count),
-            one.treatment,
+            one.decided.text,
             bytes_text(count * one.saved_bytes),
             bytes_text(count * one.offloaded_bytes),
             flops_text(count * one.recomputed_flops),

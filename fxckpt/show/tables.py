@@ -148,9 +148,13 @@ def _fold_regions(regions: Iterable[RegionFigures]) -> list[list[RegionFigures]]
     for region in regions:
         values = tuple((*_value_key(v), v.saved_bytes, v.offloaded_bytes) for v in region.saved)
         inside = None if region.inside is None else stem(region.inside)
-        key = (stem(region.name), region.treatment, inside, values, region.flops, region.recomputed_flops)
+        key = (stem(region.name), region.treatment, region.save, inside, values, region.flops, region.recomputed_flops)
         groups.setdefault(key, []).append(region)
     return list(groups.values())
+
+
+def _treatment(region: RegionFigures) -> str:
+    return f"{region.treatment}, save {', '.join(region.save)}" if region.save else region.treatment
 
 
 def _regions(groups: list[list[RegionFigures]], graphs: Sequence[GraphFigures]) -> Table:
@@ -160,7 +164,7 @@ def _regions(groups: list[list[RegionFigures]], graphs: Sequence[GraphFigures]) 
         inside = fold_names(m.inside for m in members if m.inside is not None)
         table.add_row(
             Text(fold_names(m.name for m in members)),
-            Text(f"in {inside}" if inside else members[0].treatment),
+            Text(f"in {inside}" if inside else _treatment(members[0])),
             str(len(members)),
             *_sums(members),
         )

@@ -24,7 +24,7 @@ from fxckpt.runtime.store import calling
 from fxckpt.torch_private import UserBackend
 from fxckpt.use import hf
 from fxckpt.use.backend import MarkingBackend, plain_backend
-from fxckpt.use.check import check_captured, check_nothing_plain
+from fxckpt.use.check import check_captured, check_nothing_plain, check_saves
 from fxckpt.use.state import State
 
 PLAIN = UserBackend(plain_backend, fullgraph=False, recompile_limit=64)
@@ -37,6 +37,7 @@ def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not torch.is_grad_enabled() or not state.settings.enabled:
         return _under(callback, state.model.forward, args, kwargs)
     user = torch_private.user_backend(callback) or PLAIN
+    state.keep_budget(args, kwargs, compiled=torch_private.is_inductor(user.compile))
     if state.settings.offload is not None and torch_private.is_inductor(user.compile):
         _refuse_hooks()
     with hf.switches_off(state.model) as taken_over:
@@ -49,6 +50,7 @@ def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, A
     recorded = [t for t in _tensors(out) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= start]
     if recorded and (state.captures != captures or not state.found or torch_private.frames_seen() != frames):
         check_captured(state)
+        check_saves(state)
         check_nothing_plain(state, recorded, start)
     for tensor in recorded:
         tensor.register_hook(_no_create_graph)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from fxckpt.decide.policy import Treatment
-from fxckpt.errors import CaptureError
+from fxckpt.decide import saves
+from fxckpt.errors import CaptureError, SettingsError
 from fxckpt.use.state import State
 
 
@@ -37,6 +37,23 @@ def check_captured(state: State) -> None:
             "layers were not called, or Dynamo ran them outside its graphs (TORCH_LOGS=graph_breaks tells why). Name "
             "other layers, or call the original model."
         )
+
+
+def check_saves(state: State) -> None:
+    """Raise where ``save=`` names what no recomputed layer of the captured graphs has.
+
+    Raises:
+        SettingsError: the message names what they have.
+    """
+    wanted = {entry for t in state.treatments().values() for entry in t.save or ()}
+    missing = sorted(wanted - {entry for record in state.records for entry in record.plan.matched})
+    if not missing or state.pending:  # graphs from a compile cache were looked at when they were made
+        return
+    inside = [n for r in state.records for region in r.regions for n in region.nodes]
+    raise SettingsError(
+        f"fxckpt: save={missing} names nothing that the recomputed layers of {type(state.model).__name__} compute. "
+        f"They compute {', '.join(saves.known(inside))}."
+    )
 
 
 def check_nothing_plain(state: State, outputs: Iterable[torch.Tensor], start: int) -> None:
@@ -95,7 +112,7 @@ def _parameter_owners(state: State) -> dict[int, str]:
 
 
 def _wanted(state: State) -> list[str]:
-    return [n for n, t in state.treatments().items() if t is Treatment.RECOMPUTE]
+    return [n for n, t in state.treatments().items() if t.recompute]
 
 
 def _some(names: list[str]) -> str:

@@ -8,7 +8,6 @@ from torch import fx
 
 from fxckpt import torch_private
 from fxckpt.capture import marks
-from fxckpt.decide.policy import Treatment
 from fxckpt.errors import CaptureError, UnsupportedError
 from fxckpt.pipeline import GraphRecord, rewrite
 from fxckpt.torch_private import JointCapture
@@ -52,11 +51,17 @@ def _inlined(gm: fx.GraphModule) -> Compilation | None:
         )
     if not found:
         return None
+    if found[0].settings.budget is not None:
+        raise UnsupportedError(
+            f"fxckpt: {type(found[0].model).__name__} is called inside a compiled function before its budget was "
+            "planned for. Make the plan first, fxckpt.plan(model, batch, budget=..., compiled=True), and give it: "
+            "fxckpt.transform(model, plan=plan)."
+        )
     return Compilation(found[0], frame=found[0].frame(None, inlined=True), inlined=True)
 
 
 def _check_inlined(state: State, record: GraphRecord) -> None:
-    wanted = [n for n, t in state.treatments().items() if t is Treatment.RECOMPUTE]
+    wanted = [n for n, t in state.treatments().items() if t.recompute]
     if wanted and not any(r.layer.name in wanted for r in record.regions):
         raise CaptureError(
             f"fxckpt: a compiled function that calls {type(state.model).__name__} contains no call of a layer to be "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx, nn
 
@@ -18,7 +19,9 @@ from fxckpt.capture.regions import BoundaryLayer
 from fxckpt.config import Settings
 from fxckpt.decide.device import measured_key
 from fxckpt.decide.layers import boundary_layers
+from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Treatment, decide_layers
+from fxckpt.errors import CaptureError
 from fxckpt.pipeline import Frame, GraphRecord, Request
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.runtime.store import Store, shared
@@ -42,6 +45,7 @@ class State:
         widely: whether calls outside ``torch.compile`` capture what Dynamo leaves out of graphs by default.
         inlined: number of the last compilation that had the model inside somebody else's frame.
         store: its transfers.
+        plan: what was chosen to keep the budget, from the first call on.
     """
 
     model: nn.Module
@@ -55,6 +59,7 @@ class State:
     widely: bool = True
     inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
+    plan: Plan | None = None
     _patterns: dict[int, tuple[Treatment | None, ...]] = field(default_factory=dict)
     key: str = field(init=False)
     store: Store = field(init=False)
@@ -70,7 +75,7 @@ class State:
         return boundary_layers(self.model, self.settings.layers)
 
     def treatments(self) -> dict[str, Treatment]:
-        """What becomes of each boundary layer, by name."""
+        """What becomes of each boundary layer, by name; all are recomputed until a budget has been planned for."""
         return decide_layers(self.layers(), self.settings)
 
     def treatment_pattern(self, module: nn.Module) -> tuple[Treatment | None, ...]:
@@ -97,7 +102,7 @@ class State:
         return self.key if root is None or root is self.model else f"{self.key} {self._pattern_text(root)}"
 
     def _pattern_text(self, module: nn.Module) -> str:
-        return "".join("/" if t is None else t.value[0] for t in self.treatment_pattern(module))
+        return "".join("/" if t is None else f"{t.text};" for t in self.treatment_pattern(module))
 
     def _treated(self) -> list[tuple[BoundaryLayer, Treatment]]:
         layers = self.layers()
@@ -168,6 +173,20 @@ class State:
             self.pending.clear()
             self.compiled.clear()
 
+    def keep_budget(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, compiled: bool) -> None:
+        """Choose what becomes of each layer, so that a step with these arguments keeps the budget; once.
+
+        Raises:
+            BudgetError: no choice keeps it.
+            CaptureError: the step cannot be captured without running it.
+        """
+        with self.lock:
+            if self.settings.budget is None or planner is None:
+                return
+            batch = _by_name(self.model, args, kwargs)
+            self.plan = planner(self.model, batch, self.settings, compiled)
+            self.reset(replace(self.settings, budget=None, policy=self.plan.policy))
+
     def resolve_pending(self) -> None:
         """Capture again, for inspection only, what a compile cache answered."""
         with self.lock:
@@ -186,6 +205,28 @@ class State:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name.format(number=len(list(folder.iterdir())))).write_text(text)
 
+
+def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise CaptureError(
+                f"fxckpt: budget= plans a call by the names of its arguments, and {type(model).__name__} takes {name} "
+                "by its place alone. Give it a name, or choose every_n= or policy=."
+            )
+        else:
+            found[name] = value
+    return found
+
+
+Planner: TypeAlias = Callable[[nn.Module, Mapping[str, Any], Settings, bool], Plan]
+planner: Planner | None = None
+"""Plans a step within its settings' budget, compiled or not. It captures, so it makes views; ``transform`` sets it."""
 
 _numbers: itertools.count[int] = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()

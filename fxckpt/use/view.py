@@ -161,7 +161,7 @@ def _no_replica(self: Any) -> nn.Module:
 def _steer(self: Any, every_n_layers: int, offload: Any) -> None:
     state: State = type(self)._fxckpt_state
     chosen = dataclasses.replace(
-        state.settings, every_n=every_n_layers, offload=parse_offload(offload), policy=None, enabled=True
+        state.settings, every_n=every_n_layers, offload=parse_offload(offload), policy=None, budget=None, enabled=True
     )
     _reset(state, chosen)
 

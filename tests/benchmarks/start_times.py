@@ -54,7 +54,9 @@ def run(kind: str, folder: str, options: argparse.Namespace) -> float:
     numbers = ["--layers", str(options.layers), "--every-n", str(options.every_n)]
     command = [sys.executable, "-m", "tests.benchmarks.start_times", "--child", kind, *numbers]
     env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{kind}: {done.stderr[-4000:]}")
     return float(json.loads(done.stdout.split("RESULT")[1].splitlines()[0]))
 
 

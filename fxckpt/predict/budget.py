@@ -1,0 +1,222 @@
+"""Plan within a budget: capture the step under each treatment, let the solver choose, and capture what it chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxckpt.capture.regions import BoundaryLayer
+from fxckpt.config import Budget, Settings
+from fxckpt.decide.budget import Chain, Link, cheapest, smallest
+from fxckpt.decide.device import DeviceSpec
+from fxckpt.decide.layers import boundary_layers
+from fxckpt.decide.plan import Plan
+from fxckpt.decide.policy import Given, Treatment
+from fxckpt.errors import BudgetError, SettingsError
+from fxckpt.predict.chain import Order, find_order, read_chain
+from fxckpt.predict.plan import Planned, plan_step
+from fxckpt.predict.steps import Steps
+
+SAVES: tuple[tuple[str, ...], ...] = (("attention", "matmul"), ("attention",))
+"""What a recomputed layer may save all the same, where the user names nothing."""
+NOMINAL = DeviceSpec(
+    "nominal",
+    "no device: 100 floating point operations take as long as a byte, which is what order matters for",
+    {str(t).removeprefix("torch."): 1e14 for t in (torch.float32, torch.float64, torch.bfloat16, torch.float16)},
+    bandwidth=1e12,
+)
+"""In place of a device that is not known. Its seconds compare treatments; nobody is told them."""
+TRIES = 6
+"""So often the solver is asked again, with what the capture of its last answer has shown."""
+_EARLIER = 1e-6
+"""Of equal layers those in front are recomputed: this share of a layer's seconds speaks for it."""
+
+
+def plan_within(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    settings: Settings,
+    *,
+    compiled: bool = False,
+    device: DeviceSpec | None = None,
+) -> Plan:
+    """The plan of least predicted seconds whose peak is within ``settings.budget``.
+
+    Args:
+        model: the original model. It is not run, nor changed.
+        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
+        settings: as ``transform`` makes them, with a budget; with ``offload`` what leaves the device is chosen, too.
+        compiled: whether Inductor is to compile the graphs.
+        device: how fast the device is; None where that is not known. Then operations are weighed against bytes by
+            what is usual, and ``predicted_seconds`` is None.
+
+    Raises:
+        BudgetError: no choice is within the budget; the message names the smallest that would do.
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+    """
+    assert settings.budget is not None
+    limit = budget_bytes(settings.budget, model)
+    problem = _Problem(model, batch, settings, compiled, device)
+    best: Planned | None = None
+    least, target = math.inf, limit
+    tried: set[tuple[int, ...]] = set()
+    for _ in range(TRIES):
+        chosen = cheapest(problem.chain, target)
+        if chosen is None or chosen in tried:
+            break
+        tried.add(chosen)
+        found, cost = problem.plan(chosen), problem.chain.cost(chosen)
+        fits = found.plan.peak_bytes <= limit
+        if fits and cost < least:
+            best, least = found, cost
+        off = found.plan.peak_bytes - problem.chain.peak(chosen)
+        target = limit - off
+    if best is None:
+        best = problem.lowest()
+        if best.plan.peak_bytes > limit:
+            raise BudgetError(_too_small(best, limit, type(model).__name__))
+    return dataclasses.replace(best.plan, budget_bytes=limit)
+
+
+def budget_bytes(budget: Budget, model: nn.Module) -> int:
+    """Bytes that the step's peak may take on top of parameters.
+
+    Raises:
+        SettingsError: a share of a device's memory, and the model lies on none; or its parameters alone take more.
+    """
+    if budget.nbytes is not None:
+        return budget.nbytes
+    assert budget.share is not None
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    device = next((t.device for t in tensors), torch.device("meta"))
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and not any(isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        raise SettingsError(
+            f"budget: {budget.share:.0%} of a device's memory, and the model lies on {device.type}. Give bytes, such "
+            'as "24GiB".'
+        )
+    left = int(total * budget.share) - sum(t.nbytes for t in tensors)
+    if left <= 0:
+        raise SettingsError(f"budget: {budget.share:.0%} of the {total:,} bytes of {device}: the parameters take more.")
+    return left
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A treatment, and the step in which all layers get it."""
+
+    treatment: Treatment
+    steps: Steps
+    offloaded: Mapping[str, int]
+
+
+class _Problem:
+    """A step, the treatments that its layers may get, and the chain of what each of these needs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        settings: Settings,
+        compiled: bool,
+        device: DeviceSpec | None,
+    ) -> None:
+        self.model, self.batch, self.settings = model, batch, settings
+        self.compiled, self.device = compiled, device
+        self.layers = _innermost(boundary_layers(model, settings.layers))
+        self.options = list(self._capture_options())
+        keep = self.options[0].steps
+        self.order: Order = find_order(keep, self.layers)
+        chain = read_chain(self.order, [option.steps for option in self.options])
+        self.chain = Chain(tuple(self._priced(i, link) for i, link in enumerate(chain.links)))
+
+    def _capture_options(self) -> Iterator[_Option]:
+        for treatment in _treatments(self.settings):
+            try:
+                found = self._plan({layer: treatment for layer in self.layers})
+            except SettingsError:
+                if treatment.save and not self.settings.save:  # no layer computes what we thought of
+                    continue
+                raise
+            yield _Option(treatment, found.steps, {one.name: one.offloaded_bytes for one in found.plan.layers})
+
+    def _plan(self, treatments: Mapping[str, Treatment]) -> Planned:
+        policy = Given(tuple(treatments.items()))
+        settings = dataclasses.replace(self.settings, budget=None, policy=policy, save=())
+        return plan_step(self.model, self.batch, settings, compiled=self.compiled)
+
+    def plan(self, chosen: Sequence[int]) -> Planned:
+        """The plan of these choices."""
+        by_layer: dict[str, Treatment] = {}
+        for link, group in zip(self.chain.links[1:-1], self.order.groups, strict=True):
+            by_layer |= dict.fromkeys(group, self.options[chosen[link.decider]].treatment)
+        return self._plan(by_layer)
+
+    def lowest(self) -> Planned:
+        """The plan of the lowest peak: of those that the solver thinks of, and of all layers recomputed alike."""
+        found = [self.plan(smallest(self.chain))]
+        all_layers = [layer.name for layer in boundary_layers(self.model, self.settings.layers)]
+        for offload in (False, True) if self.settings.offload is not None else (False,):
+            found.append(self._plan(dict.fromkeys(all_layers, Treatment(save=(), offload=offload))))
+        return min(found, key=lambda one: one.plan.peak_bytes)
+
+    def _priced(self, place: int, link: Link) -> Link:
+        """The link with what copies add to its cost, and with the little that settles ties."""
+        if len(link.choices) == 1:
+            return link
+        group = self.order.groups[place - 1]
+        base = link.choices[0].cost
+        share = _EARLIER * place / len(self.order.groups)
+        choices = []
+        for option, choice in zip(self.options, link.choices, strict=True):
+            copies = self._copy_seconds(sum(option.offloaded.get(layer, 0) for layer in group))
+            extra = max(choice.cost - base, 0.0) + max(0.0, copies - choice.cost / 3) + _EARLIER * copies
+            choices.append(dataclasses.replace(choice, cost=extra * (1 + share)))
+        return Link(link.name, link.decider, tuple(choices))
+
+    def _copy_seconds(self, nbytes: int) -> float:
+        """Seconds of a copy there, or back, whichever takes longer; by the device's memory where nothing is known."""
+        device = self.device or NOMINAL
+        rates = [device.to_host, device.from_host]
+        place = self.settings.offload
+        disk = device.disk(place.folder) if place is not None and place.to == "disk" else None
+        rates += [] if disk is None else [disk.write, disk.read]
+        known = [rate for rate in rates if rate is not None] or [device.bandwidth or 1e12]
+        return nbytes / min(known)
+
+
+def _treatments(settings: Settings) -> list[Treatment]:
+    """The treatments to choose from; the first one keeps everything on the device."""
+    saves = [settings.save] if settings.save else list(SAVES)
+    found = [Treatment(False, (), False), *(Treatment(True, save, False) for save in (*saves, ()))]
+    if settings.offload is not None:
+        found += [dataclasses.replace(one, offload=True) for one in found]
+    return found
+
+
+def _innermost(layers: Sequence[BoundaryLayer]) -> list[str]:
+    """Layers without others inside: what is around them is kept, so that they are decided one by one."""
+    names = [layer.name for layer in layers]
+    return [n for n in names if not any(o != n and (not n or o.startswith(n + ".")) for o in names)]
+
+
+def _too_small(best: Planned, limit: int, model: str) -> str:
+    steps, peak = best.steps, best.plan.peak_bytes
+    at = steps.levels.index(max(steps.levels))
+    where = steps.modules[at] or "code outside of modules"
+    way = "backward" if at >= steps.backward else "forward"
+    return (
+        f"fxckpt: no choice of what to recompute keeps a step of {model} within {limit:,} bytes. The smallest peak "
+        f"found is {peak:,} bytes, on top of parameters, in the {way} of {where}. Give that budget, a smaller batch, "
+        "shorter sequences, or offload=, where there is none."
+    )

@@ -16,7 +16,8 @@ from fxckpt.errors import (
     VerifyError,
 )
 from fxckpt.runtime.stats import TransferStats
-from fxckpt.transform import explain, graphs, plan, selected_layers, stats, to_networkx, transform
+from fxckpt.show.sweep import Sweep
+from fxckpt.transform import explain, graphs, plan, selected_layers, stats, sweep, to_networkx, transform
 
 __all__ = [
     "BackendError",
@@ -27,6 +28,7 @@ __all__ = [
     "Offload",
     "Plan",
     "SettingsError",
+    "Sweep",
     "TransferError",
     "TransferStats",
     "Treatment",
@@ -41,6 +43,7 @@ __all__ = [
     "plan",
     "selected_layers",
     "stats",
+    "sweep",
     "to_networkx",
     "transform",
 ]

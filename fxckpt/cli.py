@@ -21,14 +21,17 @@ from fxckpt.bench.run import run_bench
 from fxckpt.bench.table import WIDTH, render
 from fxckpt.bench.timeline import captured_variant, measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
-from fxckpt.config import Settings, make_settings
+from fxckpt.config import Offload, Settings, make_settings
 from fxckpt.decide.device import store_measured
+from fxckpt.decide.plan import Plan
 from fxckpt.errors import FxckptError, SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
 from fxckpt.predict.explain import explain_step
 from fxckpt.predict.plan import make_plan
+from fxckpt.predict.sweep import make_sweep, usual_settings
 from fxckpt.show.plan_tables import render_plan
+from fxckpt.show.sweep import Sweep
 
 DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
 VARIANTS_HELP = f"What to compare, comma-separated; ratios are relative to the first. There are: {known_variants()}."
@@ -146,11 +149,15 @@ def plan(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "on",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")] = None,
+    side_by_side: Annotated[
+        bool, typer.Option("--sweep", help="Plan the usual settings side by side, and those given.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan, or all, to this file.")] = None,
 ) -> None:
     """Say what a training step will cost, without memory for its weights and activations.
 
-    The file that --json writes is a plan that fxckpt.transform(model, plan=FILE) follows.
+    The file that --json writes is a plan that fxckpt.transform(model, plan=FILE) follows; with --sweep it has all of
+    the plans.
     """
     _check_files(json_file, None)
     spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
@@ -158,10 +165,15 @@ def plan(
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
-        made = make_plan(built, inputs, settings, compiled=compiled)
+        made: Plan | Sweep
+        if side_by_side:
+            choices = [*usual_settings(settings, Offload()), settings]
+            made = make_sweep(built, inputs, choices, compiled=compiled, on_progress=show)
+        else:
+            made = make_plan(built, inputs, settings, compiled=compiled)
     if json_file is not None:
-        made.save(json_file)
-    _print(render_plan(made))
+        json_file.write_text(made.to_json() + "\n", encoding="utf-8")
+    _print(made if isinstance(made, Sweep) else render_plan(made))
 
 
 @app.command()

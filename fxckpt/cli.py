@@ -29,6 +29,7 @@ from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
 from fxckpt.predict.explain import explain_step
 from fxckpt.predict.plan import make_plan
+from fxckpt.predict.report import make_report
 from fxckpt.predict.sweep import make_sweep, usual_settings
 from fxckpt.show.plan_tables import render_plan
 from fxckpt.show.sweep import Sweep
@@ -153,20 +154,27 @@ def plan(
         bool, typer.Option("--sweep", help="Plan the usual settings side by side, and those given.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan, or all, to this file.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with pictures of the memory and of the settings.")
+    ] = None,
 ) -> None:
     """Say what a training step will cost, without memory for its weights and activations.
 
     The file that --json writes is a plan that fxckpt.transform(model, plan=FILE) follows; with --sweep it has all of
     the plans.
     """
-    _check_files(json_file, None)
+    _check_files(json_file, None, html_file)
     spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
     settings = _settings(spec, every_n, offload)
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
         made: Plan | Sweep
-        if side_by_side:
+        if html_file is not None:
+            report = make_report(built, inputs, settings, compiled=compiled, on_progress=show)
+            made = report.sweep if side_by_side else report.plan
+            html_file.write_text(report.html, encoding="utf-8")
+        elif side_by_side:
             choices = [*usual_settings(settings, Offload()), settings]
             made = make_sweep(built, inputs, choices, compiled=compiled, on_progress=show)
         else:
@@ -235,11 +243,12 @@ def _print(*parts: RenderableType) -> None:
     (console if console.is_terminal else Console(width=WIDTH)).print(*parts)
 
 
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
+def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path | None = None) -> None:
     if plot_file is not None:
         check_plot(plot_file)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise SettingsError(f"--json {json_file}: there is no such folder.")
+    for option, file in (("--json", json_file), ("--html", html_file)):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise SettingsError(f"{option} {file}: there is no such folder.")
 
 
 def _planned(command: str, model: str | None, config: Path | None) -> str:

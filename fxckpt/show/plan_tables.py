@@ -91,7 +91,7 @@ def render_sweep(sweep: Sweep) -> RenderableType:
     return Group(table, Text(sweep_legend(sweep), style="dim"))
 
 
-SWEEP_COLUMNS = ("settings", "layers recomputed", "peak", "to first", "saved", "offloaded", "recomputed", "predicted")
+SWEEP_COLUMNS = ("settings", "layers recomputed", "peak", "ratio", "saved", "offloaded", "recomputed", "predicted")
 
 
 def sweep_cells(sweep: Sweep, row: SweepRow) -> list[str]:
@@ -117,7 +117,7 @@ def sweep_legend(sweep: Sweep) -> str:
     copies = " Copies on the host count in the peak, as on a CPU, where they lie in the same memory." if to_host else ""
     return (
         f"{MARK} frontier: no other row is lower in peak or {cost}, and not higher in the other.\n"
-        "peak: of the step, gradients included, on top of parameters and batch; then its ratio to the first row. "
+        "peak: of the step, gradients included, on top of parameters and batch; ratio: to the first row. "
         "saved: on the device, for backward. recomputed: FLOPs on top of the step's. predicted: time of a step."
         f"{copies}"
     )

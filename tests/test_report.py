@@ -254,7 +254,7 @@ def data_peaks(page: Any) -> list[int]:
     return [sum(column) for column in zip(*(accumulate(k) for k in data["runs"][1]["kinds"]), strict=True)]
 
 
-@pytest.mark.parametrize("part", [0.1, 0.35, 0.5, 0.62, 0.8, 0.97])
+@pytest.mark.parametrize("part", [0.1, 0.35, 0.5, 0.62, 0.8, 0.999])
 @pytest.mark.parametrize("height", [0.1, 0.5, 0.9])
 def test_pointing_tells_what_is_there(page: Any, timelines: list[GraphTimeline], part: float, height: float) -> None:
     want, start = totals(timelines), len(timelines[0].modules)
@@ -276,6 +276,10 @@ def test_pointing_tells_what_is_there(page: Any, timelines: list[GraphTimeline],
         if kind == value.kind:
             assert floor - high * tall - 1 <= y <= floor - low * tall + 1
         low = high
+    (span,) = (s for s in spans(timelines) if s.value.name == value.name and s.first <= step <= s.last)
+    box = page.execute_script("const b = find('pointed').getBBox(); return [b.x, b.x + b.width, b.y, b.y + b.height]")
+    assert box[:2] == pytest.approx([left + span.first * wide, left + (span.last + 1) * wide], abs=0.2)
+    assert box[2] - 1 <= y <= box[3] + 1  # under the pointer
 
 
 def test_the_treatment_is_that_of_the_layer(page: Any) -> None:
@@ -379,6 +383,19 @@ def test_markup_in_names_is_shown_and_not_run(browser: Any, report: Report, tmp_
     assert page.title == f"{EVIL}: what a training step will cost"
     assert told(page)["value"] == EVIL
     assert page.find_elements("css selector", "img") == [] and page.get_log("browser") == []
+
+
+def test_the_tables_need_no_script(browser: Any, report: Report, tmp_path: Path) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        page = opened(browser, report.html, tmp_path)
+        text = one(page, "main").text
+        assert "need JavaScript" in text and "Point at the picture" not in text
+        for row in report.sweep.rows:
+            assert row.name in text and bytes_text(row.plan.saved_bytes) in text
+        assert len(page.find_elements("css selector", "table")) == 4
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def test_a_narrow_window(browser: Any, report: Report, tmp_path: Path) -> None:

@@ -126,6 +126,15 @@ def test_the_page_has_the_plans_figures(report: Report, timelines: list[GraphTim
         assert fold_names(layer.name for layer in layers) in report.html
 
 
+def test_the_picture_of_a_compiled_step_has_the_plans_peak() -> None:
+    model, batch = tower(2)
+    report = make_report(model, batch, settings(), compiled=True)
+    assert report.plan == fxckpt.plan(model, batch, compiled=True)
+    before, planned = data_of(report.html)["runs"]
+    peaks = [max(map(sum, zip(*(accumulate(k) for k in run["kinds"]), strict=True))) for run in (before, planned)]
+    assert peaks == [report.sweep.rows[0].plan.peak_bytes, report.plan.peak_bytes]
+
+
 def test_the_page_needs_nothing_else(report: Report) -> None:
     assert not re.search(r"(?:src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", report.html)
     assert "{{" not in report.html

@@ -11,16 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fxckpt.bench.result import BenchResult, VariantResult
-from fxckpt.show.tables import MARK, bytes_text, digits, flops_text, seconds_text
+from fxckpt.show.tables import MARK, bytes_text, flops_text, seconds_text, spread_text
 
 WIDTH = 160
 """Columns of the output where it does not go to a terminal."""
-
-
-def spread_text(low: float, high: float) -> str:
-    """Two times as a range with one unit, ``1.50–1.55 s``."""
-    factor, unit = (1.0, "s") if high >= 0.9995 else (1000.0, "ms")
-    return f"{digits(low * factor)}–{digits(high * factor)} {unit}"
 
 
 def _or_blank(value: Any, text: Callable[[Any], str]) -> str:

@@ -35,7 +35,7 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
         (f"offloaded to {place}", bytes_text(plan.offloaded_bytes)),
         ("forward and backward", flops_text(plan.flops)),
         ("recomputed on top", f"{flops_text(plan.recomputed_flops)} ({recomputed_share(plan):.1%})"),
-        ("predicted time of the step", "unknown" if seconds is None else seconds_text(seconds)),
+        ("predicted time", "unknown" if seconds is None else seconds_text(seconds)),
     ]
 
 

@@ -18,7 +18,8 @@ from fxckpt.errors import (
     VerifyError,
 )
 from fxckpt.runtime.stats import TransferStats
-from fxckpt.transform import chosen_plan, explain, graphs, plan, selected_layers, stats, to_networkx, transform
+from fxckpt.show.sweep import Sweep
+from fxckpt.transform import chosen_plan, explain, graphs, plan, selected_layers, stats, sweep, to_networkx, transform
 
 __all__ = [
     "BackendError",
@@ -30,6 +31,7 @@ __all__ = [
     "Offload",
     "Plan",
     "SettingsError",
+    "Sweep",
     "TransferError",
     "TransferStats",
     "Treatment",
@@ -46,6 +48,7 @@ __all__ = [
     "plan",
     "selected_layers",
     "stats",
+    "sweep",
     "to_networkx",
     "transform",
 ]

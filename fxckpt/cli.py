@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-import fxckpt
 from fxckpt.bench.calibrate import calibrate as measure_device
 from fxckpt.bench.calibrate import render_device
 from fxckpt.bench.plot import check_plot, plot
@@ -22,11 +21,18 @@ from fxckpt.bench.run import run_bench
 from fxckpt.bench.table import WIDTH, render
 from fxckpt.bench.timeline import captured_variant, measure_timeline, plot_timeline, render_timeline
 from fxckpt.bench.variants import known_variants
+from fxckpt.config import Offload, Settings, make_settings
 from fxckpt.decide.device import store_measured
+from fxckpt.decide.plan import Plan
 from fxckpt.errors import FxckptError, SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
+from fxckpt.predict.explain import explain_step
+from fxckpt.predict.plan import make_plan
+from fxckpt.predict.report import make_report
+from fxckpt.predict.sweep import make_sweep, usual_settings
 from fxckpt.show.plan_tables import render_plan
+from fxckpt.show.sweep import Sweep
 
 DEFAULT_VARIANTS = "eager,hf-eager@1,compile,hf-compile@1,fxckpt@1,fxckpt@2"
 VARIANTS_HELP = f"What to compare, comma-separated; ratios are relative to the first. There are: {known_variants()}."
@@ -49,6 +55,13 @@ Layers = Annotated[
     list[str] | None, typer.Option(help="Name pattern of fxckpt's boundary layers, for plain PyTorch; repeatable.")
 ]
 Dropout = Annotated[str, typer.Option(help="on: as configured. off: all rates are 0.")]
+Planned = Annotated[str | None, typer.Argument(metavar="MODEL", help="As for bench, where no --config is given.")]
+Config = Annotated[
+    Path | None, typer.Option(help="A folder with config.json, or such a file. Code beside it is never run.")
+]
+EveryN = Annotated[int, typer.Option(help="Every n-th layer is recomputed.")]
+ToHost = Annotated[bool, typer.Option("--offload", help="Boundary activations go to the host.")]
+Compiled = Annotated[bool, typer.Option("--compiled", help="Plan for torch.compile(t).")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -126,37 +139,80 @@ def timeline(
 
 @app.command()
 def plan(
-    model: Annotated[str | None, typer.Argument(help="As for bench, where no --config is given.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A folder with config.json, or such a file. Code beside it is never run.")
-    ] = None,
-    every_n: Annotated[int, typer.Option(help="Every n-th layer is recomputed.")] = 1,
-    offload: Annotated[bool, typer.Option("--offload", help="Boundary activations go to the host.")] = False,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Plan for torch.compile(t).")] = False,
+    model: Planned = None,
+    config: Config = None,
+    every_n: EveryN = 1,
+    offload: ToHost = False,
+    compiled: Compiled = False,
     batch: Batch = 1,
     seq: Seq = 128,
     dtype: Dtype = None,
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "on",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")] = None,
+    side_by_side: Annotated[
+        bool, typer.Option("--sweep", help="Plan the usual settings side by side, and those given.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan, or all, to this file.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with pictures of the memory and of the settings.")
+    ] = None,
 ) -> None:
     """Say what a training step will cost, without memory for its weights and activations.
 
-    The file that --json writes is a plan that fxckpt.transform(model, plan=FILE) follows.
+    The file that --json writes is a plan that fxckpt.transform(model, plan=FILE) follows; with --sweep it has all of
+    the plans.
+    """
+    _check_files(json_file, None, html_file)
+    spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
+    settings = _settings(spec, every_n, offload)
+    with _Bar() as show:
+        show(0, 1, f"capturing a step of {spec.model}")
+        built, inputs = load(spec, shapes=True)
+        made: Plan | Sweep
+        if html_file is not None:
+            report = make_report(built, inputs, settings, compiled=compiled, on_progress=show)
+            made = report.sweep if side_by_side else report.plan
+            html_file.write_text(report.html, encoding="utf-8")
+        elif side_by_side:
+            choices = [*usual_settings(settings, Offload()), settings]
+            made = make_sweep(built, inputs, choices, compiled=compiled, on_progress=show)
+        else:
+            made = make_plan(built, inputs, settings, compiled=compiled)
+    if json_file is not None:
+        json_file.write_text(made.to_json() + "\n", encoding="utf-8")
+    _print(made if isinstance(made, Sweep) else render_plan(made))
+
+
+@app.command()
+def explain(
+    model: Planned = None,
+    config: Config = None,
+    every_n: EveryN = 1,
+    offload: ToHost = False,
+    compiled: Compiled = False,
+    batch: Batch = 1,
+    seq: Seq = 128,
+    dtype: Dtype = None,
+    overrides: Overrides = None,
+    layers: Layers = None,
+    dropout: Dropout = "on",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Show what a training step saves for backward: why, from which source line, and how many bytes.
+
+    The step is captured without memory for its weights and activations; nothing is run.
     """
     _check_files(json_file, None)
-    if (model is None) == (config is None):
-        raise SettingsError("plan: give a model, or --config with a folder or a file.")
-    spec = _spec(model or str(config), batch, seq, dtype, "cpu", overrides, layers, dropout)
-    with Console(stderr=True).status(f"capturing a step of {spec.model}"):
+    spec = _spec(_planned("explain", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
+    settings = _settings(spec, every_n, offload)
+    with _Bar() as show:
+        show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
-        made = fxckpt.plan(
-            built, inputs, every_n=every_n, offload=offload, layers=spec.layers or None, compiled=compiled
-        )
+        found = explain_step(built, inputs, settings, compiled=compiled)
     if json_file is not None:
-        made.save(json_file)
-    _print(render_plan(made))
+        json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+    _print(found)
 
 
 @app.command()
@@ -187,11 +243,24 @@ def _print(*parts: RenderableType) -> None:
     (console if console.is_terminal else Console(width=WIDTH)).print(*parts)
 
 
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
+def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path | None = None) -> None:
     if plot_file is not None:
         check_plot(plot_file)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise SettingsError(f"--json {json_file}: there is no such folder.")
+    for option, file in (("--json", json_file), ("--html", html_file)):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise SettingsError(f"{option} {file}: there is no such folder.")
+
+
+def _planned(command: str, model: str | None, config: Path | None) -> str:
+    if (model is None) == (config is None):
+        raise SettingsError(f"{command}: give a model, or --config with a folder or a file.")
+    return model or str(config)
+
+
+def _settings(spec: ModelSpec, every_n: int, offload: bool) -> Settings:
+    return make_settings(
+        every_n=every_n, offload=offload, layers=spec.layers or None, policy=None, verify=False, debug_dir=None
+    )
 
 
 def _spec(

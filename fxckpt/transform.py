@@ -20,11 +20,13 @@ from fxckpt.decide.plan import Plan
 from fxckpt.errors import CaptureError, SettingsError
 from fxckpt.pipeline import GraphRecord
 from fxckpt.predict.plan import make_plan
+from fxckpt.predict.sweep import make_sweep, usual_settings
 from fxckpt.runtime.file import in_memory
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import network
 from fxckpt.show.data import Explanation
 from fxckpt.show.explain import explain_records
+from fxckpt.show.sweep import Sweep
 from fxckpt.use import state as states
 from fxckpt.use.view import make_view, state_of
 
@@ -171,17 +173,53 @@ def plan(
         BudgetError: no choice keeps the budget; the message names the smallest that can be kept.
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
     """
-    if not isinstance(model, nn.Module):
-        raise SettingsError(f"plan needs a torch.nn.Module, not a {type(model).__name__}.")
-    if not isinstance(batch, Mapping):
-        raise SettingsError(f"plan needs the batch as a dict of keyword arguments, not a {type(batch).__name__}.")
-    if hasattr(type(model), "_fxckpt_state"):
-        model = state_of(model).model
+    model = _original(model, batch, "plan")
     settings = make_settings(every_n=every_n, offload=offload, layers=layers, policy=policy, budget=budget, save=save)
     if settings.budget is not None:
         chosen: Plan = _planning().plan_within(model, batch, settings, compiled=compiled)
         return chosen
     return make_plan(model, batch, settings, compiled=compiled)
+
+
+def sweep(
+    model: nn.Module, batch: Mapping[str, Any], *, offload: Any = True, layers: Any = None, compiled: bool = False
+) -> Sweep:
+    """Plans of a training step under several settings side by side, to choose among them.
+
+    Nothing recomputed; then every layer, every second, third and fourth, each without offload and with it. Settings
+    that treat all layers as earlier ones do are left out.
+
+    Example::
+
+        found = fxckpt.sweep(model, batch)
+        print(found)
+        plan = next(row.plan for row in found.rows if row.plan.peak_bytes < 20 * 2**30)
+        t = fxckpt.transform(model, plan=plan)
+
+    Args:
+        model: as for :func:`plan`.
+        batch: as for :func:`plan`.
+        offload: as for :func:`transform`, for the rows with offload; ``False`` leaves them out.
+        layers: as for :func:`transform`.
+        compiled: as for :func:`plan`.
+
+    Raises:
+        SettingsError: an argument means nothing.
+        NoLayersError: no boundary layer, or one of `layers` matches none; the message names candidates.
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+    """
+    model = _original(model, batch, "sweep")
+    settings = make_settings(offload=offload, layers=layers)
+    return make_sweep(model, batch, usual_settings(settings, settings.offload), compiled=compiled)
+
+
+def _original(model: nn.Module, batch: Mapping[str, Any], function: str) -> nn.Module:
+    """The model that is to be planned, where the arguments are of the right kind."""
+    if not isinstance(model, nn.Module):
+        raise SettingsError(f"{function} needs a torch.nn.Module, not a {type(model).__name__}.")
+    if not isinstance(batch, Mapping):
+        raise SettingsError(f"{function} needs the batch as a dict of keyword arguments, not a {type(batch).__name__}.")
+    return state_of(model).model if hasattr(type(model), "_fxckpt_state") else model
 
 
 def _planning() -> Any:

@@ -353,6 +353,7 @@ def test_several_graphs_are_listed() -> None:
         (["model.layers.0", "model.layers.2", "model.layers.4"], "model.layers.{0,2,4}"),
         ([f"a.{i}.b" for i in range(4)], "a.{0-3}.b"),
         ([f"a.{i}" for i in range(0, 32, 2)], "a.{0,2,...,30}"),
+        ([f"a.{i}" for i in range(36) if i % 3], "a.{1,2,4,...,34,35}"),
         (["s.0.b.0", "s.0.b.1", "s.1.b.0"], "s.0.b.{0,1}, s.1.b.0"),
         (["encoder.0", "decoder.0"], "encoder.0, decoder.0"),
         (["blocks.0#1", "blocks.0#2", "blocks.0#3"], "blocks.0#{1-3}"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxckpt.decide.pareto import pareto
 from fxckpt.models.spec import ModelSpec
 
 
@@ -128,13 +129,3 @@ def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float | N
     """The median of the rounds' ratios, over the rounds that both have; None without any."""
     ratios = [t / b for t, b in zip(times, baseline, strict=False)]
     return statistics.median(ratios) if ratios else None
-
-
-def pareto(points: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
-    """Names of the points that no other point is at least as low as in both, and lower in one; sorted by the first."""
-
-    def beaten(own: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-        return any(o[0] <= own[0] and o[1] <= own[1] and o != own for o in others)
-
-    kept = [name for name, point in points.items() if not beaten(point, points.values())]
-    return tuple(sorted(kept, key=lambda name: points[name]))

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+MOST_NUMBERS = 6
+"""Longer lists of numbers that follow no rule are shortened in their middle."""
+
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -44,4 +47,7 @@ def _numbers(numbers: Sequence[int]) -> str:
         return f"{{{numbers[0]}-{numbers[-1]}}}"
     if len(steps) == 1 and len(numbers) > 5:
         return f"{{{numbers[0]},{numbers[1]},...,{numbers[-1]}}}"
-    return "{" + ",".join(map(str, numbers)) + "}"
+    texts = list(map(str, numbers))
+    if len(texts) > MOST_NUMBERS:  # how many they are stands beside their names
+        texts = [*texts[: MOST_NUMBERS - 3], "...", *texts[-2:]]
+    return "{" + ",".join(texts) + "}"

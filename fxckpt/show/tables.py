@@ -14,6 +14,8 @@ from fxckpt.runtime.stats import TransferStats
 from fxckpt.show.data import Explanation, GraphFigures, RegionFigures, SavedValue, Why
 from fxckpt.show.fold import fold_names, stem
 
+MARK = "●"
+"""Stands before the rows of a Pareto frontier."""
 REGION_WIDTH = 30
 """Columns of the names of regions in the table of saved values; longer ones wrap."""
 WHY = {
@@ -65,6 +67,22 @@ def flops_text(count: int) -> str:
         if size < 999.95 or not units:
             break
     return f"{size:.1f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with a unit, ``1.52 s`` or ``38.1 ms``."""
+    return f"{_digits(seconds)} s" if seconds >= 0.9995 else f"{_digits(seconds * 1000)} ms"
+
+
+def spread_text(low: float, high: float) -> str:
+    """Two times as a range with one unit, ``1.50–1.55 s``."""
+    factor, unit = (1.0, "s") if high >= 0.9995 else (1000.0, "ms")
+    return f"{_digits(low * factor)}–{_digits(high * factor)} {unit}"
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all of a whole number."""
+    return f"{number:.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
 def _title(explanation: Explanation) -> Text:

@@ -17,9 +17,11 @@ from fxckpt.errors import (
     UnsupportedError,
     VerifyError,
 )
+from fxckpt.inspection import explain, graphs, selected_layers, stats, to_networkx
+from fxckpt.planning import chosen_plan, plan, sweep
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show.sweep import Sweep
-from fxckpt.transform import chosen_plan, explain, graphs, plan, selected_layers, stats, sweep, to_networkx, transform
+from fxckpt.transform import transform
 
 __all__ = [
     "BackendError",

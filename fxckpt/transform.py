@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
-from fxckpt.config import Offload, Settings, make_settings
+from fxckpt.config import Offload, make_settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
-from fxckpt.errors import CaptureError, SettingsError
-from fxckpt.pipeline import GraphRecord
-from fxckpt.predict.plan import make_plan
-from fxckpt.predict.sweep import make_sweep, usual_settings
+from fxckpt.errors import SettingsError
+from fxckpt.planning import keep_budget, planning_within
 from fxckpt.runtime.file import in_memory
-from fxckpt.runtime.stats import TransferStats
-from fxckpt.show import network
-from fxckpt.show.data import Explanation
-from fxckpt.show.explain import explain_records
-from fxckpt.show.sweep import Sweep
 from fxckpt.use import state as states
 from fxckpt.use.view import make_view, state_of
 
 log = logging.getLogger("fxckpt")
+
+states.planner = keep_budget
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -122,120 +115,10 @@ def transform(
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
     if settings.budget is not None:
-        _planning().budget_bytes(settings.budget, model)
+        planning_within().budget_bytes(settings.budget, model)
     if settings.offload is not None:
         _check_place(model, settings.offload)
     return view  # type: ignore[return-value]
-
-
-def plan(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    *,
-    every_n: int = 1,
-    offload: Any = False,
-    layers: Any = None,
-    policy: Any = None,
-    save: str | Sequence[str] = (),
-    budget: int | str | None = None,
-    compiled: bool = False,
-) -> Plan:
-    """What a training step will cost, before it runs and without memory for it.
-
-    The step is captured on tensors that have shapes and types and no contents, so the model may be far larger than this
-    machine, as one built under ``torch.device("meta")`` is. The result can be saved, and followed by
-    ``transform(model, plan=...)``.
-
-    Example::
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-            ids = torch.empty(1, 131072, dtype=torch.long)
-        print(fxckpt.plan(model, {"input_ids": ids, "labels": ids}, offload=True).to_json())
-
-    Args:
-        model: any module, in the mode (training or not) that it is to run in. It is neither run nor changed.
-        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter; ``meta`` ones will do.
-        every_n: as for :func:`transform`.
-        offload: as for :func:`transform`.
-        layers: as for :func:`transform`.
-        policy: as for :func:`transform`.
-        save: as for :func:`transform`.
-        budget: as for :func:`transform`; the plan is then the one of least seconds within it.
-        compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs.
-
-    Returns:
-        The plan. Its ``peak_bytes`` are those of the graphs run node by node, also with `compiled`.
-
-    Raises:
-        SettingsError: an argument means nothing.
-        NoLayersError: no boundary layer, or one of `layers` matches none; the message names candidates.
-        BudgetError: no choice keeps the budget; the message names the smallest that can be kept.
-        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
-    """
-    model = _original(model, batch, "plan")
-    settings = make_settings(every_n=every_n, offload=offload, layers=layers, policy=policy, budget=budget, save=save)
-    if settings.budget is not None:
-        chosen: Plan = _planning().plan_within(model, batch, settings, compiled=compiled)
-        return chosen
-    return make_plan(model, batch, settings, compiled=compiled)
-
-
-def sweep(
-    model: nn.Module, batch: Mapping[str, Any], *, offload: Any = True, layers: Any = None, compiled: bool = False
-) -> Sweep:
-    """Plans of a training step under several settings side by side, to choose among them.
-
-    Nothing recomputed; then every layer, every second, third and fourth, each without offload and with it. Settings
-    that treat all layers as earlier ones do are left out.
-
-    Example::
-
-        found = fxckpt.sweep(model, batch)
-        print(found)
-        plan = next(row.plan for row in found.rows if row.plan.peak_bytes < 20 * 2**30)
-        t = fxckpt.transform(model, plan=plan)
-
-    Args:
-        model: as for :func:`plan`.
-        batch: as for :func:`plan`.
-        offload: as for :func:`transform`, for the rows with offload; ``False`` leaves them out.
-        layers: as for :func:`transform`.
-        compiled: as for :func:`plan`.
-
-    Raises:
-        SettingsError: an argument means nothing.
-        NoLayersError: no boundary layer, or one of `layers` matches none; the message names candidates.
-        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
-    """
-    model = _original(model, batch, "sweep")
-    settings = make_settings(offload=offload, layers=layers)
-    return make_sweep(model, batch, usual_settings(settings, settings.offload), compiled=compiled)
-
-
-def _original(model: nn.Module, batch: Mapping[str, Any], function: str) -> nn.Module:
-    """The model that is to be planned, where the arguments are of the right kind."""
-    if not isinstance(model, nn.Module):
-        raise SettingsError(f"{function} needs a torch.nn.Module, not a {type(model).__name__}.")
-    if not isinstance(batch, Mapping):
-        raise SettingsError(f"{function} needs the batch as a dict of keyword arguments, not a {type(batch).__name__}.")
-    return state_of(model).model if hasattr(type(model), "_fxckpt_state") else model
-
-
-def _planning() -> Any:
-    """The module that plans within budgets: its solver's library takes longer to import than all of fxckpt."""
-    return importlib.import_module("fxckpt.predict.budget")
-
-
-def _keep_budget(model: nn.Module, batch: Mapping[str, Any], settings: Settings, compiled: bool) -> Plan:
-    with torch.random.fork_rng(devices=[]):
-        made: Plan = _planning().plan_within(model, batch, settings, compiled=compiled)
-    chosen = sum(1 for layer in made.layers if layer.treatment == "recompute")
-    log.info("fxckpt: %d of %d layers are recomputed to keep %s bytes.", chosen, len(made.layers), made.budget_bytes)
-    return made
-
-
-states.planner = _keep_budget
 
 
 def _check_place(model: nn.Module, offload: Offload) -> None:
@@ -262,131 +145,3 @@ def _say_offload_saves_nothing() -> None:
 
 def _on_accelerator(model: nn.Module) -> bool:
     return any(p.device.type not in ("cpu", "meta") for p in model.parameters())
-
-
-def selected_layers(transformed: nn.Module) -> list[str]:
-    """Qualified names of the boundary layers that are recomputed, in the order of ``model.modules()``.
-
-    Raises:
-        CaptureError: a budget is to be kept, and nothing has been called yet.
-        FxckptError: not a transformed model.
-    """
-    state = state_of(transformed)
-    if state.settings.budget is not None:
-        raise CaptureError("With budget= the first call chooses the layers: call t(**batch) with gradients on first.")
-    chosen = state.treatments()
-    return [name for name, treatment in chosen.items() if treatment.recompute]
-
-
-def chosen_plan(transformed: nn.Module) -> Plan:
-    """The plan that ``transform(budget=...)`` made at the first call, to be looked at, or kept as a file.
-
-    Args:
-        transformed: what :func:`transform` returned, compiled or wrapped or not.
-
-    Raises:
-        CaptureError: there is no budget, or nothing has been called yet.
-        FxckptError: not a transformed model.
-    """
-    found = state_of(transformed).plan
-    if found is None:
-        raise CaptureError(
-            "No plan was made for this model: transform(model, budget=...) makes one at the first call with gradients "
-            "on, and fxckpt.plan(model, batch, ...) whenever it is asked."
-        )
-    return found
-
-
-def stats(transformed: nn.Module) -> TransferStats:
-    """What the transfers of the last step moved, how long that took, and how much was held.
-
-    A step is a call of the model with gradients on and the backward that belongs to it; ask after the backward.
-
-    Example::
-
-        t(**batch).loss.backward()
-        print(fxckpt.stats(t).stall_seconds)
-
-    Args:
-        transformed: what :func:`transform` returned, compiled or wrapped or not.
-
-    Raises:
-        FxckptError: not a transformed model.
-    """
-    return state_of(transformed).transfer_stats()
-
-
-def graphs(transformed: nn.Module) -> list[GraphRecord]:
-    """One record for each graph captured so far, in order of capture.
-
-    A record has ``.forward`` and ``.backward`` (the rewritten graphs, each a ``torch.fx.GraphModule``), ``.joint`` (the
-    captured graph before any pass), ``.regions``, ``.plan``, and ``.frame`` (the Python function it was captured from).
-
-    Args:
-        transformed: what :func:`transform` returned, compiled or wrapped or not.
-
-    Raises:
-        CaptureError: nothing has been captured yet.
-        FxckptError: not a transformed model.
-    """
-    state = state_of(transformed)
-    state.resolve_pending()
-    if not state.records:
-        name = type(state.model).__name__
-        raise CaptureError(
-            f"No graph of {name} has been captured yet: call t(**batch) with gradients on first."
-            if state.settings.enabled
-            else f"Checkpointing of {name} is switched off: call gradient_checkpointing_enable(), then t(**batch)."
-        )
-    return list(state.records)
-
-
-def explain(transformed: nn.Module) -> Explanation:
-    """What the captured graphs save for backward, why, and what they compute again.
-
-    The result prints as tables; ``.to_dict()`` and ``.to_json()`` give all figures: bytes, and floating point
-    operations, of which a multiply-add counts as two.
-
-    Example::
-
-        report = fxckpt.explain(t)
-        print(report)
-        print(report.saved_bytes, report.baseline_saved_bytes)
-
-    For the figures without the rewrite, the first call for a graph runs PyTorch's partitioner on a copy of it.
-
-    Args:
-        transformed: what :func:`transform` returned, compiled or wrapped or not.
-
-    Raises:
-        CaptureError: nothing has been captured yet.
-        FxckptError: not a transformed model.
-    """
-    records = graphs(transformed)
-    state = state_of(transformed)
-    return explain_records(records, state.settings, type(state.model).__name__, state.transfer_stats())
-
-
-def to_networkx(record: GraphRecord | nn.Module) -> Any:
-    """The graph of regions as a ``networkx.DiGraph``: what each computes and saves, and the tensors between them.
-
-    Nodes are the names of the regions, ``"inputs"``, ``"outputs"``, and what is computed outside every region:
-    ``"before"`` and ``"after NAME"``, where NAME is the last region it depends on. Node attributes: ``treatment``,
-    ``inside``, ``nodes``, ``saved_bytes``, ``offloaded_bytes``, ``flops``, ``recomputed_flops``. Edge attributes:
-    ``bytes``, and ``tensors``, a list of dicts with ``name``, ``type`` and ``bytes``.
-
-    Args:
-        record: one of ``fxckpt.graphs(t)``, or a transformed model of which one graph has been captured.
-
-    Raises:
-        CaptureError: of the model, nothing or more than one graph has been captured.
-    """
-    if isinstance(record, GraphRecord):
-        return network.to_networkx(record)
-    found = graphs(record)
-    if len(found) > 1:
-        raise CaptureError(
-            f"{len(found)} graphs of {type(record).__name__} have been captured: choose one, such as "
-            "fxckpt.to_networkx(fxckpt.graphs(t)[0])."
-        )
-    return network.to_networkx(found[0])

@@ -34,6 +34,8 @@ ORDER = (
     "show",
     "use",
     "predict",
+    "inspection",
+    "planning",
     "transform",
     "__init__",
     # The command line comes last: it uses the public names, and nothing uses it.

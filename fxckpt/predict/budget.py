@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxckpt import torch_private
 from fxckpt.capture.regions import BoundaryLayer
 from fxckpt.config import Budget, Settings
 from fxckpt.decide.budget import Chain, Link, cheapest, smallest
@@ -98,7 +99,7 @@ def budget_bytes(budget: Budget, model: nn.Module) -> int:
     device = next((t.device for t in tensors), torch.device("meta"))
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-    elif device.type == "cpu" and not any(isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
+    elif device.type == "cpu" and not any(map(torch_private.is_fake, tensors)):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         raise SettingsError(

@@ -43,7 +43,7 @@ from fxckpt.torch_private.dynamo import (
     run_natively,
     user_backend,
 )
-from fxckpt.torch_private.fake import NEEDS_DATA, fake_tensors, inductor_graphs
+from fxckpt.torch_private.fake import NEEDS_DATA, fake_tensors, inductor_graphs, is_fake
 from fxckpt.torch_private.inductor import Schedule, ScheduledValue, recorded_schedules
 from fxckpt.torch_private.measure import captured_graphs, memory_after, set_activation_memory_budget
 
@@ -75,6 +75,7 @@ __all__ = [
     "inductor_graphs",
     "install_partition_hook",
     "is_capture_failure",
+    "is_fake",
     "is_inductor",
     "memory_after",
     "min_cut_rematerialization_partition",

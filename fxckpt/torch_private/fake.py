@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -27,6 +29,11 @@ def fake_tensors() -> Iterator[Any]:
     """Within this context new tensors are fake ones: shape, type and strides, and no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, functorch_config.patch(enable_autograd_cache=False):
         yield mode
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no contents; the device that it says it is on need not be there."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def inductor_graphs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

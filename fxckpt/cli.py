@@ -139,6 +139,9 @@ def plan(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "on",
+    device: Annotated[
+        str | None, typer.Option(help="What to predict the time for: cpu, cuda, or a GPU's whole name.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")] = None,
 ) -> None:
     """Say what a training step will cost, without memory for its weights and activations.
@@ -152,7 +155,13 @@ def plan(
     with Console(stderr=True).status(f"capturing a step of {spec.model}"):
         built, inputs = load(spec, shapes=True)
         made = fxckpt.plan(
-            built, inputs, every_n=every_n, offload=offload, layers=spec.layers or None, compiled=compiled
+            built,
+            inputs,
+            every_n=every_n,
+            offload=offload,
+            layers=spec.layers or None,
+            compiled=compiled,
+            device=device,
         )
     if json_file is not None:
         made.save(json_file)

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
+from fxckpt import torch_private
 from fxckpt.config import Offload, make_settings
+from fxckpt.decide.device import choose_device
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Treatment
@@ -111,6 +113,7 @@ def plan(
     layers: Any = None,
     policy: Any = None,
     compiled: bool = False,
+    device: Any = None,
 ) -> Plan:
     """What a training step will cost, before it runs and without memory for it.
 
@@ -132,10 +135,14 @@ def plan(
         offload: as for :func:`transform`.
         layers: as for :func:`transform`.
         policy: as for :func:`transform`.
-        compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs.
+        compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs. Inductor
+            lowers and schedules them, and generates no code.
+        device: what ``predicted_seconds`` are for: a ``torch.device``, the name of a device that was measured or whose
+            figures are published, or a ``fxckpt.decide.device.DeviceSpec``. By default the device that the parameters
+            lie on.
 
     Returns:
-        The plan. Its ``peak_bytes`` are those of the graphs run node by node, also with `compiled`.
+        The plan. Whatever the device, it is made of the graphs, and with `compiled` of the kernels, for a CPU.
 
     Raises:
         SettingsError: an argument means nothing.
@@ -151,7 +158,10 @@ def plan(
     settings = make_settings(
         every_n=every_n, offload=offload, layers=layers, policy=policy, verify=False, debug_dir=None
     )
-    return make_plan(model, batch, settings, compiled=compiled)
+    if device is None:
+        device = next((p.device for p in model.parameters() if not torch_private.is_fake(p)), None)
+    spec = None if device is None else choose_device(device)
+    return make_plan(model, batch, settings, compiled=compiled, device=spec)
 
 
 def _check_place(model: nn.Module, offload: Offload) -> None:

@@ -19,11 +19,12 @@ from fxckpt.bench.process import WorkerError, WorkerProcess
 from fxckpt.bench.result import BenchResult, VariantResult, median_ratio, pareto
 from fxckpt.bench.run import run_bench
 from fxckpt.bench.step import TrainingStep, gradient_difference, loss_of
-from fxckpt.bench.table import WIDTH, render, seconds_text, spread_text
+from fxckpt.bench.table import WIDTH, render
 from fxckpt.bench.variants import KINDS, Variant, parse_variant, parse_variants
 from fxckpt.errors import SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
+from fxckpt.show.tables import seconds_text, spread_text
 from tests.benchmarks import bench_set
 from tests.helpers import measured
 

@@ -11,28 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fxckpt.bench.result import BenchResult, VariantResult
-from fxckpt.show.tables import bytes_text, flops_text
+from fxckpt.show.tables import bytes_text, flops_text, seconds_text, spread_text
 
 WIDTH = 160
 """Columns of the output where it does not go to a terminal."""
 MARK = "●"
 """Stands before the variants of the Pareto frontier."""
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with a unit, ``1.52 s`` or ``38.1 ms``."""
-    return f"{_digits(seconds)} s" if seconds >= 0.9995 else f"{_digits(seconds * 1000)} ms"
-
-
-def spread_text(low: float, high: float) -> str:
-    """Two times as a range with one unit, ``1.50–1.55 s``."""
-    factor, unit = (1.0, "s") if high >= 0.9995 else (1000.0, "ms")
-    return f"{_digits(low * factor)}–{_digits(high * factor)} {unit}"
-
-
-def _digits(number: float) -> str:
-    """Three digits, or all of a whole number."""
-    return f"{number:.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
 def _or_blank(value: Any, text: Callable[[Any], str]) -> str:

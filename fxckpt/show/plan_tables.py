@@ -9,7 +9,7 @@ from rich.text import Text
 
 from fxckpt.decide.plan import LayerPlan, Plan
 from fxckpt.show.fold import fold_names, stem
-from fxckpt.show.tables import bytes_text, flops_text
+from fxckpt.show.tables import bytes_text, flops_text, seconds_text
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -25,6 +25,7 @@ def _totals(plan: Plan) -> Table:
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     place = "nowhere" if plan.offload is None else "a disk" if plan.offload.to == "disk" else "the host"
+    seconds = "unknown" if plan.predicted_seconds is None else seconds_text(plan.predicted_seconds)
     share = plan.recomputed_flops / plan.flops if plan.flops else 0.0
     for figure, value in (
         ("parameters and buffers", bytes_text(plan.parameter_bytes)),
@@ -33,6 +34,7 @@ def _totals(plan: Plan) -> Table:
         (f"offloaded to {place}", bytes_text(plan.offloaded_bytes)),
         ("forward and backward", flops_text(plan.flops)),
         ("recomputed on top", f"{flops_text(plan.recomputed_flops)} ({share:.1%})"),
+        ("predicted time", seconds),
     ):
         table.add_row(figure, value)
     table.add_row("batch", ", ".join(f"{name} {text}" for name, text in plan.batch.items()))

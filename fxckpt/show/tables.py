@@ -67,6 +67,22 @@ def flops_text(count: int) -> str:
     return f"{size:.1f} {unit}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds with a unit, ``1.52 s`` or ``38.1 ms``."""
+    return f"{_digits(seconds)} s" if seconds >= 0.9995 else f"{_digits(seconds * 1000)} ms"
+
+
+def spread_text(low: float, high: float) -> str:
+    """Two times as a range with one unit, ``1.50–1.55 s``."""
+    factor, unit = (1.0, "s") if high >= 0.9995 else (1000.0, "ms")
+    return f"{_digits(low * factor)}–{_digits(high * factor)} {unit}"
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all of a whole number."""
+    return f"{number:.0f}" if number >= 99.95 else f"{number:#.3g}"
+
+
 def _title(explanation: Explanation) -> Text:
     settings = explanation.settings
     chosen = f"every_n={settings['every_n']}" if settings["policy"] is None else f"policy={settings['policy']}"

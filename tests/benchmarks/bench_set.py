@@ -20,10 +20,9 @@ from typing import Any
 
 from fxckpt.bench.run import run_bench
 from fxckpt.bench.step import TrainingStep
-from fxckpt.bench.table import seconds_text, spread_text
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
-from fxckpt.show.tables import bytes_text, flops_text
+from fxckpt.show.tables import bytes_text, flops_text, seconds_text, spread_text
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "benchmarks.md"
 COMMAND = "python -m tests.benchmarks.bench_set"

@@ -27,10 +27,10 @@ from fxckpt.decide.plan import Plan
 from fxckpt.errors import FxckptError, SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
+from fxckpt.planning import target_of
 from fxckpt.predict.explain import explain_step
-from fxckpt.predict.plan import make_plan
 from fxckpt.predict.report import make_report
-from fxckpt.predict.sweep import make_sweep, usual_settings
+from fxckpt.predict.sweep import make_sweep, plan_settings, usual_settings
 from fxckpt.show.plan_tables import render_plan
 from fxckpt.show.sweep import Sweep
 
@@ -150,6 +150,15 @@ def plan(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "on",
+    save: Annotated[
+        list[str] | None, typer.Option(help="What recomputed layers save all the same, such as attention.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Choose what to recompute: the peak's bytes, such as 24GiB.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What to predict the time for: cpu, cuda, or a GPU's whole name.")
+    ] = None,
     side_by_side: Annotated[
         bool, typer.Option("--sweep", help="Plan the usual settings side by side, and those given.")
     ] = False,
@@ -165,20 +174,21 @@ def plan(
     """
     _check_files(json_file, None, html_file)
     spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
-    settings = _settings(spec, every_n, offload)
+    settings = _settings(spec, every_n, offload, save, budget)
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
+        target = target_of(built, device, compiled)
         made: Plan | Sweep
         if html_file is not None:
-            report = make_report(built, inputs, settings, compiled=compiled, on_progress=show)
+            report = make_report(built, inputs, settings, target, on_progress=show)
             made = report.sweep if side_by_side else report.plan
             html_file.write_text(report.html, encoding="utf-8")
         elif side_by_side:
             choices = [*usual_settings(settings, Offload()), settings]
-            made = make_sweep(built, inputs, choices, compiled=compiled, on_progress=show)
+            made = make_sweep(built, inputs, choices, target, on_progress=show)
         else:
-            made = make_plan(built, inputs, settings, compiled=compiled)
+            made = plan_settings(built, inputs, settings, target)
     if json_file is not None:
         json_file.write_text(made.to_json() + "\n", encoding="utf-8")
     _print(made if isinstance(made, Sweep) else render_plan(made))
@@ -257,10 +267,10 @@ def _planned(command: str, model: str | None, config: Path | None) -> str:
     return model or str(config)
 
 
-def _settings(spec: ModelSpec, every_n: int, offload: bool) -> Settings:
-    return make_settings(
-        every_n=every_n, offload=offload, layers=spec.layers or None, policy=None, verify=False, debug_dir=None
-    )
+def _settings(
+    spec: ModelSpec, every_n: int, offload: bool, save: list[str] | None = None, budget: str | None = None
+) -> Settings:
+    return make_settings(every_n=every_n, offload=offload, layers=spec.layers or None, save=save or (), budget=budget)
 
 
 def _spec(

@@ -163,13 +163,15 @@ def current_records(records: Sequence[GraphRecord]) -> list[GraphRecord]:
     return [r for r in records if latest[r.frame.function, r.frame.root] == r.frame.call]
 
 
+def step_graphs(record: GraphRecord, one_memory: bool = True) -> StepGraphs:
+    """The graphs of a record, for the simulation of their memory."""
+    graphs = record.forward.graph, record.backward.graph
+    return StepGraphs(*graphs, record.num_forward_outputs, record.activations, one_memory)
+
+
 def simulate_records(records: Sequence[GraphRecord]) -> list[GraphTimeline]:
     """The memory of a training step that runs the graphs of `records` node by node (see :func:`simulate`)."""
-    pairs = [
-        StepGraphs(r.forward.graph, r.backward.graph, r.num_forward_outputs, r.activations)
-        for r in current_records(records)
-    ]
-    return simulate(pairs)
+    return simulate(list(map(step_graphs, current_records(records))))
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,11 +10,13 @@ import torch
 from torch import nn
 
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
+from fxckpt import torch_private
 from fxckpt.config import Settings, make_settings
+from fxckpt.decide.device import DeviceSpec, choose_device
 from fxckpt.decide.plan import Plan
 from fxckpt.errors import CaptureError, SettingsError
-from fxckpt.predict.plan import make_plan
-from fxckpt.predict.sweep import make_sweep, usual_settings
+from fxckpt.predict.plan import Target
+from fxckpt.predict.sweep import make_sweep, plan_settings, usual_settings
 from fxckpt.show.sweep import Sweep
 from fxckpt.use.view import state_of
 
@@ -33,6 +34,7 @@ def plan(
     save: str | Sequence[str] = (),
     budget: int | str | None = None,
     compiled: bool = False,
+    device: Any = None,
 ) -> Plan:
     """What a training step will cost, before it runs and without memory for it.
 
@@ -56,10 +58,14 @@ def plan(
         policy: as for :func:`transform`.
         save: as for :func:`transform`.
         budget: as for :func:`transform`; the plan is then the one of least seconds within it.
-        compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs.
+        compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs. Inductor
+            generates code for them, which is not compiled.
+        device: what the step is planned for: a ``torch.device``, the name of a device that was measured or whose
+            figures are published, or a ``fxckpt.decide.device.DeviceSpec``. By default the one that the parameters lie
+            on; of a model without memory, one that is not known, beside a host with memory of its own.
 
     Returns:
-        The plan. Its ``peak_bytes`` are those of the graphs run node by node, also with `compiled`.
+        The plan. Whatever the device, it is made of the graphs, and with `compiled` of the kernels, for a CPU.
 
     Raises:
         SettingsError: an argument means nothing.
@@ -69,14 +75,17 @@ def plan(
     """
     model = _original(model, batch, "plan")
     settings = make_settings(every_n=every_n, offload=offload, layers=layers, policy=policy, budget=budget, save=save)
-    if settings.budget is not None:
-        chosen: Plan = planning_within().plan_within(model, batch, settings, compiled=compiled)
-        return chosen
-    return make_plan(model, batch, settings, compiled=compiled)
+    return plan_settings(model, batch, settings, target_of(model, device, compiled))
 
 
 def sweep(
-    model: nn.Module, batch: Mapping[str, Any], *, offload: Any = True, layers: Any = None, compiled: bool = False
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    offload: Any = True,
+    layers: Any = None,
+    compiled: bool = False,
+    device: Any = None,
 ) -> Sweep:
     """Plans of a training step under several settings side by side, to choose among them.
 
@@ -96,6 +105,7 @@ def sweep(
         offload: as for :func:`transform`, for the rows with offload; ``False`` leaves them out.
         layers: as for :func:`transform`.
         compiled: as for :func:`plan`.
+        device: as for :func:`plan`.
 
     Raises:
         SettingsError: an argument means nothing.
@@ -104,7 +114,7 @@ def sweep(
     """
     model = _original(model, batch, "sweep")
     settings = make_settings(offload=offload, layers=layers)
-    return make_sweep(model, batch, usual_settings(settings, settings.offload), compiled=compiled)
+    return make_sweep(model, batch, usual_settings(settings, settings.offload), target_of(model, device, compiled))
 
 
 def _original(model: nn.Module, batch: Mapping[str, Any], function: str) -> nn.Module:
@@ -116,15 +126,30 @@ def _original(model: nn.Module, batch: Mapping[str, Any], function: str) -> nn.M
     return state_of(model).model if hasattr(type(model), "_fxckpt_state") else model
 
 
-def planning_within() -> Any:
-    """The module that plans within budgets: its solver's library takes longer to import than all of fxckpt."""
-    return importlib.import_module("fxckpt.predict.budget")
+def target_of(model: nn.Module, device: Any, compiled: bool) -> Target:
+    """What a step of `model` is planned for, `device` being as for :func:`plan`.
+
+    Raises:
+        SettingsError: there is no such device.
+    """
+    if device is None:
+        device = next((p.device for p in model.parameters() if not torch_private.is_fake(p)), None)
+    spec = None if device is None else choose_device(device)
+    return Target(compiled, spec, _is_cpu(device, spec))
+
+
+def _is_cpu(device: Any, spec: DeviceSpec | None) -> bool:
+    if isinstance(device, torch.device | str):
+        kind = str(device).partition(":")[0]
+        if kind in ("cpu", "cuda"):
+            return kind == "cpu"
+    return spec is not None and spec.to_host is None
 
 
 def keep_budget(model: nn.Module, batch: Mapping[str, Any], settings: Settings, compiled: bool) -> Plan:
     """The plan of a transformed model whose settings have a budget, at its first call."""
     with torch.random.fork_rng(devices=[]):
-        made: Plan = planning_within().plan_within(model, batch, settings, compiled=compiled)
+        made = plan_settings(model, batch, settings, target_of(model, None, compiled))
     chosen = sum(1 for layer in made.layers if layer.treatment == "recompute")
     log.info("fxckpt: %d of %d layers are recomputed to keep %s bytes.", chosen, len(made.layers), made.budget_bytes)
     return made

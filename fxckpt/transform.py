@@ -16,7 +16,8 @@ from fxckpt.config import Offload, make_settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.errors import SettingsError
-from fxckpt.planning import keep_budget, planning_within
+from fxckpt.planning import keep_budget
+from fxckpt.predict.amount import budget_bytes
 from fxckpt.runtime.file import in_memory
 from fxckpt.use import state as states
 from fxckpt.use.view import make_view, state_of
@@ -115,7 +116,7 @@ def transform(
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
     if settings.budget is not None:
-        planning_within().budget_bytes(settings.budget, model)
+        budget_bytes(settings.budget, model)
     if settings.offload is not None:
         _check_place(model, settings.offload)
     return view  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from fxckpt.config import Budget, make_settings, parse_budget
 from fxckpt.decide.budget import Chain, Choice, Link, cheapest, smallest
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
-from fxckpt.predict.budget import budget_bytes
+from fxckpt.predict.amount import budget_bytes
 from fxckpt.predict.capture import capture_step
 from fxckpt.predict.chain import find_order
 from fxckpt.predict.steps import read_steps

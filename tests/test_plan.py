@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch import nn
 
 import fxckpt
 from fxckpt import cli, torch_private
+from fxckpt.bench.step import TrainingStep
 from fxckpt.config import make_settings
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
-from fxckpt.pipeline import simulate_records
+from fxckpt.pipeline import GraphRecord, simulate_records
 from fxckpt.predict import plan as planning
+from fxckpt.predict.capture import CapturedStep
+from fxckpt.predict.steps import read_steps
 from tests.helpers import assert_same, train_step
 from tests.situations.models import stack
 from tests.zoo import build
@@ -50,6 +54,9 @@ SPECS = {
 }
 
 
+COMPILED = planning.Target(compiled=True)
+
+
 def settings(**given: Any) -> Any:
     every: dict[str, Any] = {"every_n": 1, "offload": False, "layers": None, "policy": None}
     return make_settings(**{**every, **given}, verify=True, debug_dir=None)
@@ -78,33 +85,40 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 STEPS = [
-    ("llama", {"every_n": 2}, False, ""),
-    ("t5", {"offload": True}, False, ""),
-    ("gpt2", {"every_n": 2, "offload": True}, False, ""),
-    ("mixtral", {"offload": True}, False, ""),
-    ("swin", {"every_n": 3}, False, ""),
-    ("llama", {"every_n": 2, "offload": True}, True, "inductor"),
-    ("bert", {"every_n": 2}, True, "graphs"),  # Inductor's graphs without its kernels, which take half a minute
-    ("t5", {"every_n": 2}, True, "graphs"),
-    ("gpt2", {"offload": True}, True, "graphs"),
+    ("llama", {"every_n": 2}, ""),
+    ("t5", {"offload": True}, ""),
+    ("gpt2", {"every_n": 2, "offload": True}, ""),
+    ("mixtral", {"offload": True}, ""),
+    ("swin", {"every_n": 3}, ""),
+    ("llama", {"every_n": 2, "offload": True}, "kernels"),
+    ("bert", {"every_n": 2}, "schedules"),  # without the kernels, which take half a minute
+    ("t5", {"every_n": 2}, "schedules"),
+    ("gpt2", {"offload": True}, "schedules"),
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "compiled", "backend"), STEPS, ids=str)
-def test_a_plan_says_what_a_step_costs(name: str, given: Mapping[str, Any], compiled: bool, backend: Any) -> None:
+def peak(records: Sequence[GraphRecord], schedules: Sequence[torch_private.Schedule] | None) -> int:
+    if schedules is None:
+        return max(g.peak_bytes for g in simulate_records(records))
+    return read_steps(CapturedStep(records, schedules)).peak_bytes
+
+
+@pytest.mark.parametrize(("name", "given", "compiled"), STEPS, ids=str)
+def test_a_plan_says_what_a_step_costs(name: str, given: Mapping[str, Any], compiled: str) -> None:
     model, batch = build(name, False)
-    plan = fxckpt.plan(model, batch, **given, compiled=compiled)
+    plan = fxckpt.plan(model, batch, **given, compiled=bool(compiled))
     torch._dynamo.reset()
     t = fxckpt.transform(model, **given)
-    backend = torch_private.inductor_graphs if backend == "graphs" else backend
-    (torch.compile(t, backend=backend) if compiled else t)(**batch)
+    recorded = torch_private.recorded_schedules if compiled == "kernels" else torch_private.schedules_alone
+    with recorded() if compiled else contextlib.nullcontext() as schedules:
+        train_step(torch.compile(t) if compiled else t, model, batch)  # a backward is compiled when it runs
     told = fxckpt.explain(t)
     assert figures(plan) == {
         "saved_bytes": told.saved_bytes,
         "offloaded_bytes": told.offloaded_bytes,
         "flops": told.flops,
         "recomputed_flops": told.recomputed_flops,
-        "peak_bytes": max(g.peak_bytes for g in simulate_records(fxckpt.graphs(t))),
+        "peak_bytes": peak(fxckpt.graphs(t), schedules),
     }
     assert [layer.name for layer in plan.layers if layer.treatment == "recompute"] == fxckpt.selected_layers(t)
     by_layer: dict[str, int] = {}
@@ -125,11 +139,11 @@ def test_equal_layers_are_captured_once_and_counted_often(
     model, batch = load(SPECS[name])
     if given.get("every_n") == 2:  # four periods of two layers, and one more
         model, batch = load(ModelSpec(**{**vars(SPECS[name]), "overrides": _deeper(SPECS[name].overrides, 11)}))
-    folded = planning.make_plan(model, batch, settings(**given))
-    whole = planning.make_plan(model, batch, settings(**given), fold=False)
-    assert folded == whole
+    folded = planning.plan_step(model, batch, settings(**given), planning.Target())
+    whole = planning.plan_step(model, batch, settings(**given), planning.Target(), fold=False)
+    assert folded == whole  # the levels and the modules of all steps, too
     few, all_of_them = captured
-    assert few < all_of_them == len(whole.layers)
+    assert few < all_of_them == len(whole.plan.layers)
 
 
 def _deeper(overrides: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -175,6 +189,23 @@ def test_layers_that_cannot_be_left_out_are_not(widths: list[int], counted: bool
     assert captured == [len(widths)] if not same else captured[0] < len(widths)
     assert len(captured) == (2 if counted and same else 1)  # a model that counts its layers is captured as a whole then
     assert plan == planning.make_plan(model, batch, settings(), fold=False)
+
+
+def test_equal_kernels_are_counted_often(captured: list[int]) -> None:
+    model, batch = Tower([32] * 12), {"x": torch.randn(64, 16)}
+    plan = planning.make_plan(model, batch, settings(), COMPILED)
+    assert captured[0] < 12 and len(captured) == 1
+    assert plan == planning.make_plan(model, batch, settings(), COMPILED, fold=False)
+
+
+@pytest.mark.parametrize("given", [{}, {"every_n": 2}, {"policy": lambda layer: False}], ids=["1", "2", "kept"])
+def test_the_peak_of_a_compiled_step(given: Mapping[str, Any]) -> None:
+    model, batch = Tower([256] * 3), {"x": torch.randn(512, 16)}
+    plan = fxckpt.plan(model, batch, **given, compiled=True)
+    step = TrainingStep(model, torch.compile(fxckpt.transform(model, **given)), batch, seed=0)
+    step.timed()
+    _, measured = step.memory()
+    assert abs(plan.peak_bytes - measured) <= 64, "the loss and its gradient"
 
 
 # ---- without memory -------------------------------------------------------------------------------------------------
@@ -277,11 +308,13 @@ def test_a_plan_for_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fxckpt_plan": 0}, "anew"),
+        ({"fxckpt_plan": 1}, "anew"),
         ({"layers": None}, "field"),
         ({"layers": [{"name": "a"}]}, "field"),
         ({"peak_bytes": -1}, "at least 0"),
         ({"peak_bytes": "much"}, "at least 0"),
+        ({"predicted_seconds": 0}, "above 0"),
+        ({"predicted_seconds": "long"}, "above 0"),
         ({"offload": {"to": "moon"}}, "cpu"),
         ({"offload": {"where": "cpu"}}, "field"),
     ],
@@ -332,8 +365,10 @@ def test_the_command_plans_a_configuration(
     assert plan.offloaded_bytes == 5 * 2 * 64 * 64 * 2
     shown = capsys.readouterr().out
     assert "model.layers.{1,3,5,7}" in shown or "model.layers.{1,3,5}" in shown
-    model, batch = load(ModelSpec("llama", batch=2, seq=64, dtype="bfloat16", overrides=DECODER))
-    assert plan == fxckpt.plan(model, batch, every_n=2, offload=True)
+    spec = ModelSpec("llama", batch=2, seq=64, dtype="bfloat16", overrides=DECODER)
+    assert plan == fxckpt.plan(*load(spec, shapes=True), every_n=2, offload=True)
+    on_cpu = fxckpt.plan(*load(spec), every_n=2, offload=True)  # a CPU's copies lie in its own memory
+    assert on_cpu.offloaded_bytes == plan.offloaded_bytes and on_cpu.peak_bytes > plan.peak_bytes
 
 
 @pytest.mark.parametrize(

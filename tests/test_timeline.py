@@ -17,11 +17,11 @@ from fxckpt.bench.timeline import (
     SAVED,
     GraphTimeline,
     Timeline,
-    Value,
     measure_timeline,
     plot_timeline,
     render_timeline,
 )
+from fxckpt.decide.memory import Value
 from fxckpt.errors import SettingsError
 from fxckpt.models.spec import ModelSpec
 from tests.helpers import DEVICE

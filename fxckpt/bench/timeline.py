@@ -20,17 +20,17 @@ from rich.text import Text
 from torch import nn
 
 import fxckpt
-from fxckpt import graph as G
 from fxckpt.bench.plot import check_plot, new_figure
 from fxckpt.bench.step import TrainingStep
 from fxckpt.bench.variants import KINDS, Variant, parse_variant
-from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline, Value, module_path
+from fxckpt.decide.kernels import read_schedule
+from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline
 from fxckpt.errors import SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
 from fxckpt.pipeline import simulate_records
 from fxckpt.show.tables import bytes_text
-from fxckpt.torch_private import Schedule, ScheduledValue, recorded_schedules
+from fxckpt.torch_private import recorded_schedules
 
 PLAIN = "fxckpt-plain"
 COLOURS = {SAVED: "#2c5f8a", RECOMPUTED: "#c0392b", OF_PARAMETERS: "#7f8c8d", OTHER: "#e0b46c"}
@@ -89,7 +89,7 @@ def measure_timeline(spec: ModelSpec, variant: str) -> Timeline:
     _, peak = step.memory()
     if chosen.kind == PLAIN:
         return Timeline(str(chosen), tuple(simulate_records(fxckpt.graphs(cast("nn.Module", run)))), peak)
-    return Timeline(str(chosen), tuple(_graph(s) for s in schedules if s.steps), peak)
+    return Timeline(str(chosen), tuple(read_schedule(s) for s in schedules if s.kernels), peak)
 
 
 def captured_variant(text: str) -> Variant:
@@ -102,29 +102,6 @@ def captured_variant(text: str) -> Variant:
     if not chosen.compiled:
         raise SettingsError(f"--variants {text}: only what runs graphs has a timeline, such as fxckpt@1.")
     return chosen
-
-
-def _graph(schedule: Schedule) -> GraphTimeline:
-    modules = tuple(next((m for n in reversed(nodes) if (m := module_path(n))), "") for nodes in schedule.steps)
-    made = (v for v in schedule.values if v.is_output or v.last > v.first)  # others live in a kernel's registers
-    values = tuple(_value(v, schedule.is_backward) for v in made if v.nbytes)
-    return GraphTimeline(schedule.is_backward, modules, values)
-
-
-def _value(value: ScheduledValue, is_backward: bool) -> Value:
-    node = value.nodes[-1] if value.nodes else None
-    if (value.is_input and node is not None and not G.is_tangent(node)) or (value.is_output and not is_backward):
-        kind = SAVED
-    elif value.is_output:
-        kind = OF_PARAMETERS
-    elif is_backward and node is not None and G.must_recompute(node):
-        kind = RECOMPUTED
-    else:
-        kind = OTHER
-    name, module, source = value.name, "", ""
-    if node is not None:
-        name, module, source = node.name, module_path(node), G.source_line(node)
-    return Value(name, kind, value.nbytes, module, source, value.first, value.last)
 
 
 # ---- shown ----------------------------------------------------------------------------------------------------------

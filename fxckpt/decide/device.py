@@ -39,6 +39,50 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class ProductRate:
+    """How fast matrix products of one size are: of `m` rows, `n` columns and `k` summands for each.
+
+    Attributes:
+        dtype: of the matrices, such as ``"float32"``.
+        batched: whether many are done at once (``torch.bmm``).
+        m: rows of the result.
+        k: summands.
+        n: columns of the result.
+        rate: floating point operations per second, a multiply-add counting as two.
+    """
+
+    dtype: str
+    batched: bool
+    m: int
+    k: int
+    n: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """How fast PyTorch's attention operator is for one size, in FLOPs per second as PyTorch counts them.
+
+    PyTorch counts the products with every key, also where a causal kernel leaves out half of them.
+
+    Attributes:
+        dtype: of queries, keys and values.
+        is_causal: whether each token attends to those before it alone.
+        tokens: queries, and as many keys.
+        head: width of a head.
+        forward: rate of the operator.
+        backward: rate of its gradient.
+    """
+
+    dtype: str
+    is_causal: bool
+    tokens: int
+    head: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class DeviceSpec:
     """How fast a device is.
 
@@ -50,6 +94,11 @@ class DeviceSpec:
         to_host: bytes per second to pinned host memory; None for a CPU, whose memory that is.
         from_host: bytes per second from there.
         disks: disks that were measured.
+        products: rates of products by size; None, as for all that follows, where unknown.
+        attention: rates of attention by size.
+        functions: values per second of functions that take many instructions, by name: ``exp``, ``tanh``, ``erf``.
+        fresh: bytes per second of first writes to memory that is new to the process.
+        call: seconds that a call of an operator takes at least.
     """
 
     name: str
@@ -59,6 +108,11 @@ class DeviceSpec:
     to_host: float | None = None
     from_host: float | None = None
     disks: tuple[Disk, ...] = ()
+    products: tuple[ProductRate, ...] | None = None
+    attention: tuple[AttentionRate, ...] | None = None
+    functions: Mapping[str, float] | None = None
+    fresh: float | None = None
+    call: float | None = None
 
     def disk(self, folder: str) -> Disk | None:
         """The disk that `folder` lies on, or None if it was not measured."""
@@ -107,7 +161,33 @@ def identity(device: torch.device) -> str:
 
 def find_device(device: torch.device) -> DeviceSpec | None:
     """How fast `device` is: as measured on this machine, else as published, else None."""
-    name = identity(device)
+    return _find_named(identity(device))
+
+
+def choose_device(wanted: Any) -> DeviceSpec | None:
+    """How fast the device is that a user names; None where that is not known.
+
+    Args:
+        wanted: a :class:`DeviceSpec`, the name of one, or a PyTorch device of this machine or its name.
+
+    Raises:
+        SettingsError: it is none of these.
+    """
+    if isinstance(wanted, DeviceSpec):
+        return wanted
+    if isinstance(wanted, str) and (named := _find_named(wanted)) is not None:
+        return named
+    try:
+        return find_device(torch.device(wanted))
+    except (RuntimeError, AssertionError, TypeError) as error:  # no such device: a wrong name, or not in this machine
+        known = ", ".join(sorted({*load_measured(), *(spec.name for spec in PUBLISHED)}))
+        raise SettingsError(
+            f"device={wanted!r}: this machine has no such device, and none of this name is known. Give a "
+            f"torch.device, a fxckpt.decide.device.DeviceSpec, or one of: {known}."
+        ) from error
+
+
+def _find_named(name: str) -> DeviceSpec | None:
     measured = load_measured().get(name)
     if measured is not None:
         return measured
@@ -180,9 +260,14 @@ def store_measured(spec: DeviceSpec) -> Path:
 
 
 def _from_dict(given: Mapping[str, Any]) -> DeviceSpec:
-    spec = DeviceSpec(**{**given, "disks": tuple(Disk(**disk) for disk in given["disks"])})
-    rates = [*spec.flops.values(), spec.bandwidth, spec.to_host, spec.from_host]
+    made: dict[str, Any] = {"disks": tuple(Disk(**disk) for disk in given["disks"])}
+    for name, kind in (("products", ProductRate), ("attention", AttentionRate)):
+        made[name] = None if given.get(name) is None else tuple(kind(**one) for one in given[name])
+    spec = DeviceSpec(**{**given, **made})
+    rates = [*spec.flops.values(), spec.bandwidth, spec.to_host, spec.from_host, spec.fresh, spec.call]
     rates += [rate for disk in spec.disks for rate in (disk.write, disk.read)]
+    rates += [one.rate for one in spec.products or ()] + list((spec.functions or {}).values())
+    rates += [rate for one in spec.attention or () for rate in (one.forward, one.backward)]
     if not all(rate is None or rate > 0 for rate in rates):
         raise ValueError("a rate is not positive")
     return spec

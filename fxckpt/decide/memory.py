@@ -106,12 +106,15 @@ class StepGraphs:
         backward: inputs are the saved values, then gradients of outputs.
         num_forward_outputs: how many of the forward graph's outputs are the model's.
         activations: names of the forward's inputs that are results of an earlier graph.
+        one_memory: whether host copies of tensors of a CPU lie in the memory that is counted. False where the graphs
+            were captured for another device.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     num_forward_outputs: int
     activations: Collection[str] = ()
+    one_memory: bool = True
 
 
 def simulate(steps: Sequence[StepGraphs]) -> list[GraphTimeline]:
@@ -126,7 +129,7 @@ def simulate(steps: Sequence[StepGraphs]) -> list[GraphTimeline]:
     Returns:
         A timeline for each graph, in the order they run in.
     """
-    forwards = [_Forward(one) for one in steps]
+    forwards = [ForwardStorages(one) for one in steps]
     held = [one.held_bytes for one in forwards]
     found = [one.timeline(around=sum(held[:i])) for i, one in enumerate(forwards)]
     gradients = 0
@@ -137,10 +140,15 @@ def simulate(steps: Sequence[StepGraphs]) -> list[GraphTimeline]:
     return found
 
 
-class _Forward:
-    """A forward graph's storages, and which of them the backward gets."""
+class ForwardStorages:
+    """A forward graph's storages, and which of them the backward gets.
+
+    Args:
+        step: the graph, and its backward.
+    """
 
     def __init__(self, step: StepGraphs) -> None:
+        self.one_memory = step.one_memory
         self.nodes = [n for n in step.forward.nodes if n.op != "output"]
         inputs = G.placeholders(step.forward)
         resident = {n for n in inputs if n.name not in step.activations}
@@ -150,13 +158,10 @@ class _Forward:
         self.returned = set(G.returned(step.forward)) | {G.storage_of(n) for n in inputs}
 
     def nbytes(self, storage: G.Storage) -> int:
-        """Bytes in device memory; a host copy counts where device and host have one memory."""
-        node = storage[0]
-        if G.is_offload(node) and G.argument(node, "place") == "cpu":
-            source = node.args[0]
-            val = G.tensor(source) if isinstance(source, fx.Node) else None
-            return G.nbytes(node) if val is not None and val.device.type == "cpu" else 0
-        return 0 if G.is_offload(node) else self.lifetimes[storage].nbytes
+        """Bytes in device memory."""
+        if G.is_offload(storage[0]):
+            return copy_nbytes(storage[0]) if self.one_memory else 0
+        return self.lifetimes[storage].nbytes
 
     @property
     def held_bytes(self) -> int:
@@ -164,17 +169,18 @@ class _Forward:
         return sum(self.nbytes(s) for s in set(self.saved.values()) if s in self.lifetimes)
 
     def timeline(self, around: int) -> GraphTimeline:
+        """Of the graph run node by node, while other graphs hold `around` bytes."""
         end, saved = len(self.nodes) - 1, set(self.saved.values())
         values = []
         for storage, life in self.lifetimes.items():
             last = end if storage in saved or storage in self.returned else life.last
             kind = SAVED if storage in saved else OTHER
-            values.append(_value(storage, self.nbytes(storage), kind, life.first, last))
+            values.append(value_of(storage, self.nbytes(storage), kind, life.first, last))
         modules = tuple(map(module_path, self.nodes))
         return GraphTimeline(False, modules, tuple(v for v in values if v.nbytes), around)
 
 
-def _backward(step: StepGraphs, forward: _Forward, around: int) -> GraphTimeline:
+def _backward(step: StepGraphs, forward: ForwardStorages, around: int) -> GraphTimeline:
     nodes = [n for n in step.backward.nodes if n.op != "output"]
     end = len(nodes) - 1
     ends = _gradients(step)
@@ -188,11 +194,20 @@ def _backward(step: StepGraphs, forward: _Forward, around: int) -> GraphTimeline
             last_read[source] = max(last_read.get(source, 0), last)
         elif node.op != "placeholder" or G.is_tangent(node):  # PyTorch makes zeros for gradients that nobody gave
             kind = OF_PARAMETERS if ends.get(storage) else _kind(node)
-            values.append(_value(storage, life.nbytes, kind, life.first, last))
+            values.append(value_of(storage, life.nbytes, kind, life.first, last))
     for source, last in last_read.items():
         if source in forward.lifetimes:
-            values.append(_value(source, forward.nbytes(source), SAVED, 0, last))
+            values.append(value_of(source, forward.nbytes(source), SAVED, 0, last))
     return GraphTimeline(True, tuple(map(module_path, nodes)), tuple(v for v in values if v.nbytes), around)
+
+
+def copy_nbytes(offload: fx.Node) -> int:
+    """Bytes in device memory of an offload's copy: all where device and host have one memory, else none."""
+    source = offload.args[0]
+    val = G.tensor(source) if isinstance(source, fx.Node) else None
+    if G.argument(offload, "place") != "cpu" or val is None or val.device.type != "cpu":
+        return 0
+    return G.nbytes(offload)
 
 
 def _kind(node: fx.Node) -> str:
@@ -211,6 +226,7 @@ def _gradients(step: StepGraphs) -> dict[G.Storage, bool]:
     return found
 
 
-def _value(storage: G.Storage, nbytes: int, kind: str, first: int, last: int) -> Value:
+def value_of(storage: G.Storage, nbytes: int, kind: str, first: int, last: int) -> Value:
+    """A storage as a value of `nbytes` that is alive from step `first` to step `last`."""
     node = storage[0]
     return Value(node.name, kind, nbytes, module_path(node), G.source_line(node), first, last)

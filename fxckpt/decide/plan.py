@@ -14,7 +14,7 @@ from fxckpt.config import VERSION, Offload
 from fxckpt.decide.policy import Given, Treatment
 from fxckpt.errors import SettingsError
 
-FORMAT = 1
+FORMAT = 2
 """Of plan files; a file of another one is refused."""
 
 
@@ -66,6 +66,8 @@ class Plan:
         recomputed_flops: those that recomputing adds.
         peak_bytes: the most bytes in memory at once during the step, gradients included, on top of parameters, batch
             and whatever else is there before it.
+        predicted_seconds: seconds of forward and backward on the device that it is planned for; None where it is not
+            known how fast that is.
         budget_bytes: what `peak_bytes` had to stay within, or None.
     """
 
@@ -80,6 +82,7 @@ class Plan:
     flops: int
     recomputed_flops: int
     peak_bytes: int
+    predicted_seconds: float | None = None
     budget_bytes: int | None = None
 
     @property
@@ -146,6 +149,9 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise SettingsError(f"{name} is {value!r}, and must be a whole number of at least 0.")
+        seconds = self.predicted_seconds
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
+            raise SettingsError(f"predicted_seconds is {seconds!r}, and must be a number above 0, or null.")
         names = [layer.name for layer in self.layers]
         if len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
             raise SettingsError("its layers have names that are no texts, or twice the same.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxckpt import torch_private
 from fxckpt.capture.regions import BoundaryLayer
-from fxckpt.config import Budget, Settings
+from fxckpt.config import Settings
 from fxckpt.decide.budget import Chain, Link, cheapest, smallest
 from fxckpt.decide.device import DeviceSpec
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Given, Treatment
 from fxckpt.errors import BudgetError, SettingsError
+from fxckpt.predict.amount import budget_bytes
 from fxckpt.predict.chain import Order, find_order, read_chain
-from fxckpt.predict.plan import Planned, plan_step
+from fxckpt.predict.plan import Planned, Target, plan_step
 from fxckpt.predict.steps import Steps
 
 SAVES: tuple[tuple[str, ...], ...] = (("attention", "matmul"), ("attention",))
@@ -44,9 +43,7 @@ def plan_within(
     model: nn.Module,
     batch: Mapping[str, Any],
     settings: Settings,
-    *,
-    compiled: bool = False,
-    device: DeviceSpec | None = None,
+    target: Target,
 ) -> Plan:
     """The plan of least predicted seconds whose peak is within ``settings.budget``.
 
@@ -54,9 +51,8 @@ def plan_within(
         model: the original model. It is not run, nor changed.
         batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
         settings: as ``transform`` makes them, with a budget; with ``offload`` what leaves the device is chosen, too.
-        compiled: whether Inductor is to compile the graphs.
-        device: how fast the device is; None where that is not known. Then operations are weighed against bytes by
-            what is usual, and ``predicted_seconds`` is None.
+        target: what it is planned for. Where its device is not known, operations are weighed against bytes by what is
+            usual, and ``predicted_seconds`` is None.
 
     Raises:
         BudgetError: no choice is within the budget; the message names the smallest that would do.
@@ -64,12 +60,12 @@ def plan_within(
     """
     assert settings.budget is not None
     limit = budget_bytes(settings.budget, model)
-    problem = _Problem(model, batch, settings, compiled, device)
+    problem = _Problem(model, batch, settings, target)
     best: Planned | None = None
-    least, target = math.inf, limit
+    least, aim = math.inf, limit
     tried: set[tuple[int, ...]] = set()
     for _ in range(TRIES):
-        chosen = cheapest(problem.chain, target)
+        chosen = cheapest(problem.chain, aim)
         if chosen is None or chosen in tried:
             break
         tried.add(chosen)
@@ -78,38 +74,12 @@ def plan_within(
         if fits and cost < least:
             best, least = found, cost
         off = found.plan.peak_bytes - problem.chain.peak(chosen)
-        target = limit - off
+        aim = limit - off
     if best is None:
         best = problem.lowest()
         if best.plan.peak_bytes > limit:
             raise BudgetError(_too_small(best, limit, type(model).__name__))
     return dataclasses.replace(best.plan, budget_bytes=limit)
-
-
-def budget_bytes(budget: Budget, model: nn.Module) -> int:
-    """Bytes that the step's peak may take on top of parameters.
-
-    Raises:
-        SettingsError: a share of a device's memory, and the model lies on none; or its parameters alone take more.
-    """
-    if budget.nbytes is not None:
-        return budget.nbytes
-    assert budget.share is not None
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    device = next((t.device for t in tensors), torch.device("meta"))
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    elif device.type == "cpu" and not any(map(torch_private.is_fake, tensors)):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        raise SettingsError(
-            f"budget: {budget.share:.0%} of a device's memory, and the model lies on {device.type}. Give bytes, such "
-            'as "24GiB".'
-        )
-    left = int(total * budget.share) - sum(t.nbytes for t in tensors)
-    if left <= 0:
-        raise SettingsError(f"budget: {budget.share:.0%} of the {total:,} bytes of {device}: the parameters take more.")
-    return left
 
 
 @dataclass(frozen=True)
@@ -129,11 +99,9 @@ class _Problem:
         model: nn.Module,
         batch: Mapping[str, Any],
         settings: Settings,
-        compiled: bool,
-        device: DeviceSpec | None,
+        target: Target,
     ) -> None:
-        self.model, self.batch, self.settings = model, batch, settings
-        self.compiled, self.device = compiled, device
+        self.model, self.batch, self.settings, self.target = model, batch, settings, target
         self.layers = _innermost(boundary_layers(model, settings.layers))
         self.options = list(self._capture_options())
         keep = self.options[0].steps
@@ -154,7 +122,7 @@ class _Problem:
     def _plan(self, treatments: Mapping[str, Treatment]) -> Planned:
         policy = Given(tuple(treatments.items()))
         settings = dataclasses.replace(self.settings, budget=None, policy=policy, save=())
-        return plan_step(self.model, self.batch, settings, compiled=self.compiled)
+        return plan_step(self.model, self.batch, settings, self.target, nominal=NOMINAL)
 
     def plan(self, chosen: Sequence[int]) -> Planned:
         """The plan of these choices."""
@@ -187,7 +155,7 @@ class _Problem:
 
     def _copy_seconds(self, nbytes: int) -> float:
         """Seconds of a copy there, or back, whichever takes longer; by the device's memory where nothing is known."""
-        device = self.device or NOMINAL
+        device = self.target.device or NOMINAL
         rates = [device.to_host, device.from_host]
         place = self.settings.offload
         disk = device.disk(place.folder) if place is not None and place.to == "disk" else None

@@ -29,5 +29,5 @@ def explain_step(
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
         NoLayersError: the model has no boundary layer.
     """
-    records = capture_step(model, batch, settings, compiled=compiled)
-    return explain_records(records, settings, type(model).__name__, TransferStats())
+    step = capture_step(model, batch, settings, compiled=compiled)
+    return explain_records(step.records, settings, type(model).__name__, TransferStats())

@@ -15,10 +15,12 @@ from torch.utils import _pytree as pytree
 from fxckpt import torch_private
 from fxckpt.config import Settings
 from fxckpt.decide.cost import flops, total_flops
+from fxckpt.decide.device import DeviceSpec
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.memory import module_path
 from fxckpt.decide.plan import LayerPlan, Plan
 from fxckpt.decide.policy import Given, Treatment, decide_layers
+from fxckpt.decide.seconds import Pace
 from fxckpt.pipeline import GraphRecord, current_records
 from fxckpt.predict.capture import capture_step
 from fxckpt.predict.fake import fake_model
@@ -30,24 +32,23 @@ from fxckpt.show.explain import region_figures, type_text
 KEPT_PERIODS = 4
 """Of a repetition so many periods are captured: the first and the last are others, and two in the middle must agree."""
 
+KEPT_FOR_KERNELS = 2
+"""Of compiled graphs so many more: it takes a layer or two until each takes over memory as the one before it did."""
 
-def make_plan(
-    model: nn.Module, batch: Mapping[str, Any], settings: Settings, *, compiled: bool = False, fold: bool = True
-) -> Plan:
-    """The plan of one training step of ``transform(model, ...)``.
 
-    Args:
-        model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
-        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
-        settings: as ``transform`` makes them.
+@dataclass(frozen=True)
+class Target:
+    """What a step is planned for.
+
+    Attributes:
         compiled: whether Inductor is to compile the graphs.
-        fold: whether equal layers are captured a few times and counted many times, which gives the same plan sooner.
-
-    Raises:
-        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
-        NoLayersError: the model has no boundary layer.
+        device: how fast the device is that the step is to run on; None where that is not known.
+        one_memory: whether the device is a CPU, in whose memory host copies lie too.
     """
-    return plan_step(model, batch, settings, compiled=compiled, fold=fold).plan
+
+    compiled: bool = False
+    device: DeviceSpec | None = None
+    one_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,45 @@ class Planned:
     steps: Steps
 
 
+def make_plan(
+    model: nn.Module, batch: Mapping[str, Any], settings: Settings, target: Target | None = None, *, fold: bool = True
+) -> Plan:
+    """The plan of one training step of ``transform(model, ...)``.
+
+    Args:
+        model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
+        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
+        settings: as ``transform`` makes them.
+        target: what it is planned for; None: ordinary kernels on a CPU.
+        fold: whether equal layers are captured a few times and counted many times, which gives the same plan sooner.
+
+    Raises:
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+        NoLayersError: the model has no boundary layer.
+    """
+    return plan_step(model, batch, settings, target or Target(), fold=fold).plan
+
+
 def plan_step(
-    model: nn.Module, batch: Mapping[str, Any], settings: Settings, *, compiled: bool = False, fold: bool = True
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    settings: Settings,
+    target: Target,
+    *,
+    nominal: DeviceSpec | None = None,
+    fold: bool = True,
 ) -> Planned:
-    """As :func:`make_plan`, with the levels of the step."""
+    """As :func:`make_plan`, with the steps; they have seconds of `nominal` where the device is not known."""
     treatments = decide_layers(boundary_layers(model, settings.layers), settings)
-    captured = _capture_folded(model, batch, settings, treatments, compiled) if fold else None
+    device = target.device or nominal
+    pace = None if device is None else Pace(device)
+    captured = _capture_folded(model, batch, settings, treatments, target, pace) if fold else None
     if captured is None:
-        records = capture_step(model, batch, settings, compiled=compiled)
-        captured = _Captured(records, (), read_steps(records))
-    return Planned(_count(captured, model, batch, settings, treatments, compiled), captured.steps)
+        step = capture_step(model, batch, settings, compiled=target.compiled)
+        captured = _Captured(step.records, (), read_steps(step, pace, one_memory=target.one_memory))
+    plan = _count(captured, model, batch, settings, treatments, target.compiled)
+    seconds = None if target.device is None else _seconds(captured.steps, plan, pace)
+    return Planned(dataclasses.replace(plan, predicted_seconds=seconds), captured.steps)
 
 
 @dataclass(frozen=True)
@@ -80,10 +110,15 @@ class _Captured:
 
 
 def _capture_folded(
-    model: nn.Module, batch: Mapping[str, Any], settings: Settings, treatments: Mapping[str, Treatment], compiled: bool
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    settings: Settings,
+    treatments: Mapping[str, Treatment],
+    target: Target,
+    pace: Pace | None,
 ) -> _Captured | None:
     """The step from a part of its layers; None where no layers repeat, or the graphs do not repeat as they do."""
-    kept, offload = KEPT_PERIODS, settings.offload
+    kept, offload = KEPT_PERIODS + (KEPT_FOR_KERNELS if target.compiled else 0), settings.offload
     if offload is not None:  # transfers reach over so many layers at both ends
         kept += 2 * max(1, (offload.max_in_flight + offload.prefetch) // 2)
     folds = find_folds(model, treatments, kept)
@@ -95,13 +130,13 @@ def _capture_folded(
     chosen = {short_name(name, folds): treatment for name, treatment in treatments.items()}  # of equal ones, equal
     settings = dataclasses.replace(settings, policy=Given(tuple(chosen.items())))
     try:
-        records = capture_step(short, batch, settings, compiled=compiled)
+        step = capture_step(short, batch, settings, compiled=target.compiled)
+        steps: Steps | None = read_steps(step, pace, one_memory=target.one_memory)
     except Exception:  # a model may count on the length of its lists; the whole one tells what is wrong otherwise
         return None
-    steps: Steps | None = read_steps(records)
     for fold in folds:
         steps = None if steps is None else repeat(steps, fold)
-    return None if steps is None else _Captured(records, folds, steps)
+    return None if steps is None else _Captured(step.records, folds, steps)
 
 
 def _count(
@@ -139,6 +174,16 @@ def _count(
 
 def _layer(name: str, decided: Treatment, saved: int, offloaded: int, again: int) -> LayerPlan:
     return LayerPlan(name, decided.kind, decided.save or (), bool(decided.offload), saved, offloaded, again)
+
+
+def _seconds(steps: Steps, plan: Plan, pace: Pace | None) -> float | None:
+    """Seconds of the step; None where a rate is not known."""
+    if pace is None or steps.seconds is None:
+        return None
+    forward, backward = sum(steps.seconds[: steps.backward]), sum(steps.seconds[steps.backward :])
+    if plan.offload is None:
+        return forward + backward or None
+    return pace.transfers(plan.offload, plan.offloaded_bytes, forward, backward)
 
 
 def _by_layer(records: Iterable[GraphRecord]) -> tuple[Counter[str], Counter[str], Counter[str]]:

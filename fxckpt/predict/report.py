@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 
 from fxckpt import graph as G
 from fxckpt.config import Offload, Settings
-from fxckpt.decide.memory import GraphTimeline
+from fxckpt.decide.kernels import simulate_kernels
+from fxckpt.decide.memory import GraphTimeline, simulate
 from fxckpt.decide.plan import Plan
-from fxckpt.pipeline import GraphRecord, current_records, simulate_records
-from fxckpt.predict.capture import capture_step
+from fxckpt.pipeline import GraphRecord, current_records, step_graphs
+from fxckpt.predict.capture import CapturedStep, capture_step
+from fxckpt.predict.plan import Target
+from fxckpt.predict.steps import with_schedules
 from fxckpt.predict.sweep import Progress, make_sweep, row_of, usual_settings
 from fxckpt.show.report import Run, render_report
 from fxckpt.show.report_data import begun_at_once
@@ -39,8 +42,8 @@ def make_report(
     model: nn.Module,
     batch: Mapping[str, Any],
     settings: Settings,
+    target: Target | None = None,
     *,
-    compiled: bool = False,
     on_progress: Progress = lambda done, total, what: None,
 ) -> Report:
     """The page about one training step of ``transform(model, ...)``.
@@ -51,7 +54,7 @@ def make_report(
         model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
         batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
         settings: as ``transform`` makes them.
-        compiled: whether Inductor is to compile the graphs.
+        target: what it is planned for; None: ordinary kernels on a CPU.
         on_progress: told before each capture.
 
     Raises:
@@ -62,30 +65,39 @@ def make_report(
     def tell(done: int, total: int, what: str) -> None:
         on_progress(done, total + 2, what)  # two captures follow
 
+    target = target or Target()
     choices = [*usual_settings(settings, settings.offload or Offload()), settings]
-    sweep = make_sweep(model, batch, choices, compiled=compiled, on_progress=tell)
+    sweep = make_sweep(model, batch, choices, target, on_progress=tell)
     number = len(sweep.rows)
     planned = row_of(sweep, model, settings)
+    chosen = replace(settings, budget=None, policy=planned.plan.policy)
     tell(number, number, "memory with nothing recomputed")
-    before = _run(sweep.rows[0], capture_step(model, batch, choices[0], compiled=compiled))
+    before = _run(sweep.rows[0], capture_step(model, batch, choices[0], compiled=target.compiled), target)
     tell(number + 1, number, f"memory with {planned.name}")
-    after = _run(planned, capture_step(model, batch, settings, compiled=compiled))
+    after = _run(planned, capture_step(model, batch, chosen, compiled=target.compiled), target)
     return Report(planned.plan, sweep, render_report(sweep, before, after))
 
 
-def _run(row: SweepRow, records: list[GraphRecord]) -> Run:
-    return Run(row, step_timelines(records), _offloaded(records))
+def _run(row: SweepRow, step: CapturedStep, target: Target) -> Run:
+    return Run(row, step_timelines(step, one_memory=target.one_memory), _offloaded(step.records))
 
 
-def step_timelines(records: list[GraphRecord]) -> list[GraphTimeline]:
-    """The memory of a step's graphs; of each the inputs, between which nothing runs, are one step."""
-    current = current_records(records)
+def step_timelines(step: CapturedStep, *, one_memory: bool = True) -> list[GraphTimeline]:
+    """The memory of a step's graphs. Run node by node, their inputs are one step, since nothing runs between them.
+
+    Args:
+        step: a captured step.
+        one_memory: whether host copies lie in the device's memory.
+    """
+    current = current_records(step.records)
+    if step.schedules is not None:
+        return simulate_kernels(with_schedules(current, step.schedules, one_memory))
     graphs = [r.forward.graph for r in current] + [r.backward.graph for r in reversed(current)]
-    found = zip(simulate_records(records), graphs, strict=True)
+    found = zip(simulate([step_graphs(r, one_memory) for r in current]), graphs, strict=True)
     return [begun_at_once(timeline, len(G.placeholders(graph))) for timeline, graph in found]
 
 
-def _offloaded(records: list[GraphRecord]) -> frozenset[str]:
+def _offloaded(records: Sequence[GraphRecord]) -> frozenset[str]:
     """Names of the values that are offloaded, of their copies, and of what comes back."""
     found = set()
     for record in current_records(records):

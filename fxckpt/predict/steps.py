@@ -1,4 +1,4 @@
-"""A training step as a row of nodes: what is in memory while each runs."""
+"""A training step as a row of nodes, or of kernels: what is in memory while each runs, and for how long it does."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxckpt import graph as G
-from fxckpt.pipeline import GraphRecord, current_records, simulate_records
+from fxckpt.decide.kernels import StepSchedules, simulate_kernels
+from fxckpt.decide.memory import simulate
+from fxckpt.decide.seconds import Pace
+from fxckpt.errors import CaptureError
+from fxckpt.pipeline import GraphRecord, current_records, step_graphs
+from fxckpt.predict.capture import CapturedStep
 from fxckpt.predict.fold import Fold, index_in, shifted
+from fxckpt.torch_private import Schedule
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The nodes of a training step in the order they run in, forwards first.
+    """The nodes of a training step, or its kernels, in the order they run in, forwards first.
 
     Attributes:
         levels: bytes in memory while each runs, beside parameters and the batch.
@@ -32,22 +38,77 @@ class Steps:
         return max(self.levels, default=0)
 
 
-def read_steps(records: Sequence[GraphRecord]) -> Steps:
-    """The steps of the graphs of one transformed model's `records`, run node by node."""
-    timelines = simulate_records(records)
-    current = current_records(records)
-    graphs = [r.forward.graph for r in current] + [r.backward.graph for r in reversed(current)]
+def read_steps(step: CapturedStep, pace: Pace | None = None, *, one_memory: bool = True) -> Steps:
+    """The steps of a captured training step: its kernels where Inductor compiles it, else its nodes.
+
+    Args:
+        step: its graphs.
+        pace: seconds on the device that it is to run on, where known.
+        one_memory: whether host copies lie in the device's memory, as a CPU's do.
+    """
+    records = current_records(step.records)
+    if step.schedules is not None:
+        return _kernels(records, step.schedules, pace, one_memory)
+    return _nodes(records, pace, one_memory)
+
+
+def _nodes(records: Sequence[GraphRecord], pace: Pace | None, one_memory: bool) -> Steps:
+    graphs = [r.forward.graph for r in records] + [r.backward.graph for r in reversed(records)]
     levels: list[int] = []
     modules: list[str] = []
+    seconds: list[float | None] = []
     forward = 0
-    for timeline, graph in zip(timelines, graphs, strict=True):
+    pairs = [step_graphs(record, one_memory) for record in records]
+    for timeline, graph in zip(simulate(pairs), graphs, strict=True):
         nodes = [n for n in graph.nodes if n.op != "output"]
         inputs = len(G.placeholders(graph))  # one step together: nothing runs, and their order says nothing
         levels += [max(timeline.totals[:inputs], default=0), *timeline.totals[inputs:]]
         work = zip(nodes[inputs:], timeline.modules[inputs:], strict=True)
         modules += ["", *("" if G.is_transfer(n) else module for n, module in work)]
+        seconds += [0.0, *(None if pace is None else pace.of_node(n) for n in nodes[inputs:])]
         forward += 0 if timeline.is_backward else len(nodes) - inputs + 1
-    return Steps(levels, modules, forward)
+    return Steps(levels, modules, forward, _all_known(seconds))
+
+
+def _kernels(
+    records: Sequence[GraphRecord], schedules: Sequence[Schedule], pace: Pace | None, one_memory: bool
+) -> Steps:
+    pairs = with_schedules(records, schedules, one_memory)
+    steps, seconds = Steps([], [], 0), []
+    graphs = [pair.forward for pair in pairs] + [pair.backward for pair in reversed(pairs)]
+    for timeline, schedule in zip(simulate_kernels(pairs), graphs, strict=True):
+        transfers = [any(map(G.is_transfer, kernel.nodes)) for kernel in schedule.kernels]
+        modules = ["" if moves else m for moves, m in zip(transfers, timeline.modules, strict=True)]
+        backward = steps.backward + (0 if timeline.is_backward else len(modules))
+        steps = Steps([*steps.levels, *timeline.totals], [*steps.modules, *modules], backward)
+        seconds += [None if pace is None else pace.of_kernel(kernel) for kernel in schedule.kernels]
+    return replace(steps, seconds=_all_known(seconds))
+
+
+def with_schedules(
+    records: Sequence[GraphRecord], schedules: Sequence[Schedule], one_memory: bool = True
+) -> list[StepSchedules]:
+    """The graphs of `records`, each with what Inductor makes of it.
+
+    Raises:
+        CaptureError: Inductor did not compile all of them.
+    """
+    compiled = {(s.compile_id, s.is_backward): s for s in schedules}
+    pairs = []
+    for record in records:
+        both = [compiled.get((record.frame.compile_id, is_backward)) for is_backward in (False, True)]
+        if both[0] is None or both[1] is None:
+            raise CaptureError(
+                f"fxckpt: Inductor has not compiled both graphs of {record.frame.function}. Plan with compiled=False, "
+                "which tells the bytes saved and offloaded all the same."
+            )
+        pairs.append(StepSchedules(step_graphs(record, one_memory), both[0], both[1]))
+    return pairs
+
+
+def _all_known(seconds: Sequence[float | None]) -> list[float] | None:
+    known = [s for s in seconds if s is not None]
+    return known if len(known) == len(seconds) else None
 
 
 def repeat(steps: Steps, fold: Fold) -> Steps | None:
@@ -69,15 +130,10 @@ def repeat(steps: Steps, fold: Fold) -> Steps | None:
 
 def _renamed(steps: Steps, block: range, fold: Fold, forward: bool) -> list[str]:
     """The modules of a step in which the stretch `block` is repeated, by their paths in the whole model."""
-    whole, beyond = fold.left_out * fold.period, fold.layers.stop
+    whole = fold.left_out * fold.period
     passed = range(steps.backward) if forward else range(steps.backward, len(steps.modules))
-
-    def name(i: int) -> str:
-        module = steps.modules[i]
-        number = index_in(fold, module) if i in passed else None
-        return module if number is None or number < beyond else shifted(fold, module, whole)
-
-    names = [name(i) for i in range(len(steps.modules))]
+    later = range(block.stop, passed.stop) if forward else range(passed.start, block.stop)  # belongs to later layers
+    names = [shifted(fold, m, whole) if i in later else m for i, m in enumerate(steps.modules)]
     times = [(t + 1 if forward else fold.left_out - 1 - t) * fold.period for t in range(fold.left_out)]
     again = [shifted(fold, steps.modules[i], layers) for layers in times for i in block]
     return names[: block.stop] + again + names[block.stop :]
@@ -113,6 +169,6 @@ def _repeat_once(steps: Steps, block: range, times: int) -> Steps | None:
     return replace(
         steps,
         levels=levels[:end] + inserted + [level + growth * times for level in levels[end:]],
-        seconds=seconds,
         backward=steps.backward + (times * len(block) if end <= steps.backward else 0),
+        seconds=seconds,
     )

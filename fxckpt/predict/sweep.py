@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,9 @@ from torch import nn
 
 from fxckpt.config import Offload, Settings
 from fxckpt.decide.layers import boundary_layers
-from fxckpt.decide.policy import Given, Treatment, decide_layers
-from fxckpt.predict.plan import make_plan
+from fxckpt.decide.plan import Plan
+from fxckpt.decide.policy import Given, decide_layers
+from fxckpt.predict.plan import Target, make_plan
 from fxckpt.show.sweep import Sweep, SweepRow
 
 EVERY_N = (1, 2, 3, 4)
@@ -26,8 +28,17 @@ def settings_name(settings: Settings) -> str:
     """What a row of these settings is called."""
     if settings.policy == Given(()):
         return NOTHING
-    chosen = f"every_n={settings.every_n}" if settings.policy is None else f"policy={settings.policy}"
+    if settings.budget is not None:
+        share, nbytes = settings.budget.share, settings.budget.nbytes
+        chosen = f"budget={share:.0%}" if nbytes is None else f"budget={nbytes:,}"
+    else:
+        chosen = _policy_name(settings)
     return chosen if settings.offload is None else f"{chosen}, offload{'' if settings.offload.to == 'cpu' else ' disk'}"
+
+
+def _policy_name(settings: Settings) -> str:
+    chosen = f"every_n={settings.every_n}" if settings.policy is None else f"policy={settings.policy}"
+    return f"{chosen}, save={','.join(settings.save)}" if settings.save else chosen
 
 
 def usual_settings(settings: Settings, offload: Offload | None) -> list[Settings]:
@@ -38,16 +49,26 @@ def usual_settings(settings: Settings, offload: Offload | None) -> list[Settings
         offload: where the rows with offload move what they start from; None leaves these rows out.
     """
     places = (None,) if offload is None else (None, offload)
-    chosen = [replace(settings, every_n=n, policy=None, offload=place) for n in EVERY_N for place in places]
-    return [replace(settings, every_n=1, policy=Given(()), offload=None), *chosen]
+    plain = replace(settings, every_n=1, policy=Given(()), offload=None, budget=None, save=())
+    chosen = [replace(plain, every_n=n, policy=None, offload=place) for n in EVERY_N for place in places]
+    return [plain, *chosen]
+
+
+def plan_settings(model: nn.Module, batch: Mapping[str, Any], settings: Settings, target: Target) -> Plan:
+    """The plan of a step under `settings`, which may have a budget; for errors see whichever of the two makes it."""
+    if settings.budget is None:
+        return make_plan(model, batch, settings, target)
+    within = importlib.import_module("fxckpt.predict.budget")  # its solver takes longer to import than all of fxckpt
+    plan: Plan = within.plan_within(model, batch, settings, target)
+    return plan
 
 
 def make_sweep(
     model: nn.Module,
     batch: Mapping[str, Any],
     choices: list[Settings],
+    target: Target | None = None,
     *,
-    compiled: bool = False,
     on_progress: Progress | None = None,
 ) -> Sweep:
     """Plan one training step under each of the `choices`.
@@ -56,7 +77,7 @@ def make_sweep(
         model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
         batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
         choices: what to plan. One that treats all layers as an earlier one does is left out.
-        compiled: whether Inductor is to compile the graphs.
+        target: what the step is planned for; None: ordinary kernels on a CPU.
         on_progress: told before each row.
 
     Raises:
@@ -71,18 +92,22 @@ def make_sweep(
         name = settings_name(settings)
         if on_progress is not None:
             on_progress(len(rows), len(different), name)
-        rows.append(SweepRow(name, make_plan(model, batch, settings, compiled=compiled)))
+        rows.append(SweepRow(name, plan_settings(model, batch, settings, target or Target())))
     return Sweep(tuple(rows))
 
 
 def row_of(sweep: Sweep, model: nn.Module, settings: Settings) -> SweepRow:
     """The row of a sweep over `model` that treats all layers as `settings` do."""
+    if settings.budget is not None:
+        return next(row for row in sweep.rows if row.name == settings_name(settings))
     wanted = _treatments(model, settings)
     given = ((row, [(layer.name, layer.decided) for layer in row.plan.layers]) for row in sweep.rows)
     return next(row for row, layers in given if (tuple(layers), row.plan.offload) == wanted)
 
 
-def _treatments(model: nn.Module, settings: Settings) -> tuple[tuple[tuple[str, Treatment], ...], Offload | None]:
-    """What becomes of each layer, and where what is recomputed starts from goes."""
+def _treatments(model: nn.Module, settings: Settings) -> tuple[Any, Offload | None]:
+    """What becomes of each layer, or the budget that is to be kept, and where what is held goes."""
+    if settings.budget is not None:
+        return settings.budget, settings.offload
     found = decide_layers(boundary_layers(model, settings.layers), settings)
     return tuple(found.items()), settings.offload if any(t.offload for t in found.values()) else None

@@ -43,14 +43,23 @@ from fxckpt.torch_private.dynamo import (
     run_natively,
     user_backend,
 )
-from fxckpt.torch_private.fake import NEEDS_DATA, fake_tensors, inductor_graphs, is_fake
-from fxckpt.torch_private.inductor import Schedule, ScheduledValue, recorded_schedules
+from fxckpt.torch_private.fake import NEEDS_DATA, fake_tensors, is_fake
+from fxckpt.torch_private.inductor import (
+    CANNOT_LOWER,
+    Kernel,
+    Schedule,
+    ScheduledValue,
+    recorded_schedules,
+    schedules_alone,
+)
 from fxckpt.torch_private.measure import captured_graphs, memory_after, set_activation_memory_budget
 
 __all__ = [
+    "CANNOT_LOWER",
     "NEEDS_DATA",
     "CaptureContext",
     "JointCapture",
+    "Kernel",
     "Partition",
     "RecompileLimit",
     "Schedule",
@@ -72,7 +81,6 @@ __all__ = [
     "frames_seen",
     "guard_root_module",
     "hooks_on_saved_tensors",
-    "inductor_graphs",
     "install_partition_hook",
     "is_capture_failure",
     "is_fake",
@@ -87,6 +95,7 @@ __all__ = [
     "run_natively",
     "running_for_real",
     "saving_least",
+    "schedules_alone",
     "set_activation_memory_budget",
     "set_eval_frame",
     "taken_as_random",

@@ -1,15 +1,13 @@
-"""Fake tensors, on which a step is captured without memory for weights and activations, and Inductor without code."""
+"""Fake tensors, on which a step is captured without memory for weights and activations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import fx
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,8 +15,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-
-from fxckpt.torch_private.aot import boxed
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """What fake tensors raise where a program asks for their contents."""
@@ -34,12 +30,3 @@ def fake_tensors() -> Iterator[Any]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no contents; the device that it says it is on need not be there."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def inductor_graphs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """A backend that makes the graphs that Inductor would compile, and runs them node by node."""
-    return compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is)  # type: ignore[arg-type]
-
-
-def _run_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
-    return boxed(gm)

@@ -26,7 +26,7 @@ from tests.helpers import DEVICE, assert_same, train_step
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the golden texts name the device")
 NAMES = (
-    *("regions", "take_over", "masks", "plan", "copy_inputs", "hold", "tags"),
+    *("names", "regions", "take_over", "masks", "plan", "copy_inputs", "hold", "tags"),
     *("partition", "release", "transfers", "rematerialize", "schedule", "overlap"),
 )
 

@@ -88,7 +88,7 @@ class Plan:
     @property
     def policy(self) -> Given:
         """The policy that does what the plan says."""
-        return Given(tuple((layer.name, layer.decided) for layer in self.layers))
+        return Given(tuple((layer.name, layer.decided) for layer in self.layers), checked=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, for JSON."""

@@ -98,9 +98,15 @@ class Names:
 
 @dataclass(frozen=True)
 class Given:
-    """What was decided for each boundary layer, by name; layers that are not among them are kept."""
+    """What was decided for each boundary layer, by name; layers that are not among them are kept.
+
+    Attributes:
+        treatments: the layers' names, and what becomes of their calls.
+        checked: whether it is a plan's, which may say to save what some of its layers have and others have not.
+    """
 
     treatments: tuple[tuple[str, Treatment], ...]
+    checked: bool = False
 
     def __call__(self, layer: BoundaryLayer) -> Treatment:
         """What becomes of the calls of `layer`."""

@@ -24,8 +24,9 @@ from fxckpt.predict.chain import Order, find_order, read_chain
 from fxckpt.predict.plan import Planned, Target, plan_step
 from fxckpt.predict.steps import Steps
 
-SAVES: tuple[tuple[str, ...], ...] = (("attention", "matmul"), ("attention",))
-"""What a recomputed layer may save all the same, where the user names nothing."""
+SAVES: tuple[tuple[str, ...], ...] = (("attention", "matmul"), ("matmul",), ("attention",))
+"""What a recomputed layer may save all the same, where the user names nothing. The second is in place of the first for
+layers without a kernel for attention; beside it, it would recompute just that."""
 NOMINAL = DeviceSpec(
     "nominal",
     "no device: 100 floating point operations take as long as a byte, which is what order matters for",
@@ -110,17 +111,21 @@ class _Problem:
         self.chain = Chain(tuple(self._priced(i, link) for i, link in enumerate(chain.links)))
 
     def _capture_options(self) -> Iterator[_Option]:
+        has_attention = False
         for treatment in _treatments(self.settings):
+            if treatment.save == SAVES[1] and has_attention and not self.settings.save:
+                continue
             try:
                 found = self._plan({layer: treatment for layer in self.layers})
             except SettingsError:
                 if treatment.save and not self.settings.save:  # no layer computes what we thought of
                     continue
                 raise
+            has_attention = has_attention or treatment.save == SAVES[0]
             yield _Option(treatment, found.steps, {one.name: one.offloaded_bytes for one in found.plan.layers})
 
-    def _plan(self, treatments: Mapping[str, Treatment]) -> Planned:
-        policy = Given(tuple(treatments.items()))
+    def _plan(self, treatments: Mapping[str, Treatment], checked: bool = False) -> Planned:
+        policy = Given(tuple(treatments.items()), checked)
         settings = dataclasses.replace(self.settings, budget=None, policy=policy, save=())
         return plan_step(self.model, self.batch, settings, self.target, nominal=NOMINAL)
 
@@ -129,7 +134,7 @@ class _Problem:
         by_layer: dict[str, Treatment] = {}
         for link, group in zip(self.chain.links[1:-1], self.order.groups, strict=True):
             by_layer |= dict.fromkeys(group, self.options[chosen[link.decider]].treatment)
-        return self._plan(by_layer)
+        return self._plan(by_layer, checked=True)
 
     def lowest(self) -> Planned:
         """The plan of the lowest peak: of those that the solver thinks of, and of all layers recomputed alike."""

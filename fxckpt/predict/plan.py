@@ -21,6 +21,7 @@ from fxckpt.decide.memory import module_path
 from fxckpt.decide.plan import LayerPlan, Plan
 from fxckpt.decide.policy import Given, Treatment, decide_layers
 from fxckpt.decide.seconds import Pace
+from fxckpt.errors import SettingsError
 from fxckpt.pipeline import GraphRecord, current_records
 from fxckpt.predict.capture import capture_step
 from fxckpt.predict.fake import fake_model
@@ -128,10 +129,13 @@ def _capture_folded(
         short = fake_model(model)
     shorten(short, folds)
     chosen = {short_name(name, folds): treatment for name, treatment in treatments.items()}  # of equal ones, equal
-    settings = dataclasses.replace(settings, policy=Given(tuple(chosen.items())))
+    checked = isinstance(settings.policy, Given) and settings.policy.checked
+    settings = dataclasses.replace(settings, policy=Given(tuple(chosen.items()), checked))
     try:
         step = capture_step(short, batch, settings, compiled=target.compiled)
         steps: Steps | None = read_steps(step, pace, one_memory=target.one_memory)
+    except SettingsError:  # save= names nothing that a layer computes: nor would all of them
+        raise
     except Exception:  # a model may count on the length of its lists; the whole one tells what is wrong otherwise
         return None
     for fold in folds:

@@ -130,10 +130,15 @@ def repeat(steps: Steps, fold: Fold) -> Steps | None:
 
 def _renamed(steps: Steps, block: range, fold: Fold, forward: bool) -> list[str]:
     """The modules of a step in which the stretch `block` is repeated, by their paths in the whole model."""
-    whole = fold.left_out * fold.period
+    whole, beyond = fold.left_out * fold.period, fold.layers.stop
     passed = range(steps.backward) if forward else range(steps.backward, len(steps.modules))
-    later = range(block.stop, passed.stop) if forward else range(passed.start, block.stop)  # belongs to later layers
-    names = [shifted(fold, m, whole) if i in later else m for i, m in enumerate(steps.modules)]
+
+    def name(i: int) -> str:
+        module = steps.modules[i]
+        number = index_in(fold, module) if i in passed else None
+        return module if number is None or number < beyond else shifted(fold, module, whole)
+
+    names = [name(i) for i in range(len(steps.modules))]
     times = [(t + 1 if forward else fold.left_out - 1 - t) * fold.period for t in range(fold.left_out)]
     again = [shifted(fold, steps.modules[i], layers) for layers in times for i in block]
     return names[: block.stop] + again + names[block.stop :]

@@ -27,7 +27,8 @@ from fxckpt.decide.plan import Plan
 from fxckpt.errors import FxckptError, SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec, parse_overrides
-from fxckpt.planning import target_of
+from fxckpt.planning import target_of, with_optimizer
+from fxckpt.predict.capture import Captures
 from fxckpt.predict.explain import explain_step
 from fxckpt.predict.report import make_report
 from fxckpt.predict.sweep import make_sweep, plan_settings, usual_settings
@@ -156,12 +157,18 @@ def plan(
     budget: Annotated[
         str | None, typer.Option(help="Choose what to recompute: the peak's bytes, such as 24GiB.")
     ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Count what it keeps, too: adamw, sgd, or another one of torch.optim.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="What to predict the time for: cpu, cuda, or a GPU's whole name.")
     ] = None,
     side_by_side: Annotated[
         bool, typer.Option("--sweep", help="Plan the usual settings side by side, and those given.")
     ] = False,
+    budgets: Annotated[
+        int, typer.Option(min=0, help="With --sweep: so many budgets beside, from the smallest to keeping everything.")
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan, or all, to this file.")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write a page with pictures of the memory and of the settings.")
@@ -175,20 +182,25 @@ def plan(
     _check_files(json_file, None, html_file)
     spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
     settings = _settings(spec, every_n, offload, save, budget)
+    if (budgets and not (side_by_side or html_file is not None)) or budgets == 1:
+        raise SettingsError(
+            "--budgets takes how many budgets to plan for, at least 2, and goes with --sweep or --html."
+        )
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
-        target = target_of(built, device, compiled)
+        settings = with_optimizer(settings, built, optimizer)
+        captures, target = Captures(built, inputs), target_of(built, device, compiled)
         made: Plan | Sweep
         if html_file is not None:
-            report = make_report(built, inputs, settings, target, on_progress=show)
+            report = make_report(captures, settings, target, budgets=budgets, on_progress=show)
             made = report.sweep if side_by_side else report.plan
             html_file.write_text(report.html, encoding="utf-8")
         elif side_by_side:
             choices = [*usual_settings(settings, Offload()), settings]
-            made = make_sweep(built, inputs, choices, target, on_progress=show)
+            made = make_sweep(captures, choices, target, budgets=budgets, on_progress=show)
         else:
-            made = plan_settings(built, inputs, settings, target)
+            made = plan_settings(captures, settings, target)
     if json_file is not None:
         json_file.write_text(made.to_json() + "\n", encoding="utf-8")
     _print(made if isinstance(made, Sweep) else render_plan(made))
@@ -236,7 +248,7 @@ def calibrate(
 ) -> None:
     """Measure how fast this machine computes and copies, and keep that for what is planned on it.
 
-    Takes some seconds; let nothing else run. Measure again after a change of the machine or of PyTorch's threads.
+    Takes up to a minute; let nothing else run. Measure again after a change of the machine or of PyTorch's threads.
     """
     _check_files(json_file, None)
     with _Bar() as show:

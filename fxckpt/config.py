@@ -98,6 +98,8 @@ class Settings:
     """In place of a policy, what the peak of a step is to stay within; the first call then chooses the policy."""
     save: tuple[str, ...] = ()
     """Interior values of recomputed regions that are saved all the same."""
+    optimizer_bytes: int | None = field(default=None, compare=False)
+    """What an optimizer keeps beside the parameters, where that was asked for."""
     verify: bool = False
     """Check the graph invariants after every pass, in every captured graph."""
     debug_dir: Path | None = field(default=None, compare=False)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fxckpt.errors import CaptureError
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import network
 from fxckpt.show.data import Explanation

@@ -1,4 +1,4 @@
-"""The one ordered list of passes, and the record that a run of it leaves.
+"""The one ordered list of passes.
 
     names          capture   values that the model's author named
     regions        capture   find the calls of boundary layers
@@ -22,7 +22,7 @@ verifier when ``verify=True`` and by a numbered dump when ``debug_dir`` is set.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ from fxckpt.capture.regions import BoundaryLayer, Region, find_regions
 from fxckpt.config import Settings
 from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.graph_plan import GraphPlan, make_plan
-from fxckpt.decide.memory import GraphTimeline, StepGraphs, simulate
 from fxckpt.decide.policy import Treatment
+from fxckpt.record import Frame, GraphRecord
 from fxckpt.rewrite.bases import save_bases
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
@@ -48,7 +48,7 @@ from fxckpt.rewrite.obey import (
     tell_partitioner,
 )
 from fxckpt.rewrite.offload import insert_transfers
-from fxckpt.rewrite.overlap import order_offloads, order_reloads
+from fxckpt.rewrite.overlap import bytes_alive, order_offloads, order_reloads
 from fxckpt.rewrite.rematerialize import for_each_region, for_gradients
 from fxckpt.rewrite.schedule import start_recomputes, weights_first
 from fxckpt.rewrite.verify import verify_joint, verify_partition
@@ -58,23 +58,6 @@ from fxckpt.torch_private import saving_least, taken_as_random
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Dump = Callable[[str, str, "fx.GraphModule | None"], None]
 """``dump(pass name, which graph, graph module)``."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The Python frame that a graph was captured from.
-
-    Attributes:
-        function: its function, as ``modeling_llama.py:401 in forward``; empty where unknown.
-        root: qualified name of the module whose method it is; empty for the model itself, or where unknown.
-        compile_id: PyTorch's number of the compilation, such as ``"0/1"``, as in its logs.
-        call: number of the model's call that it was captured in.
-    """
-
-    function: str = ""
-    root: str = ""
-    compile_id: str = ""
-    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,78 +83,8 @@ class Request:
     mutated: tuple[bool, ...] = ()
     fuses: bool = False
     around: tuple[BoundaryLayer, ...] = ()
-    frame: Frame = Frame()
+    frame: Frame = field(default_factory=Frame)
     dump: Dump | None = None
-
-
-@dataclass(frozen=True)
-class GraphRecord:
-    """One captured and rewritten graph.
-
-    Attributes:
-        forward: the rewritten forward graph; outputs are the model's, then the values saved for backward.
-        backward: the rewritten backward graph; inputs are the saved values, then the gradients of the outputs.
-        joint: the captured joint graph before any pass.
-        regions: the calls of boundary layers found in it.
-        plan: what was decided for each.
-        num_forward_outputs: how many of the forward graph's outputs are the model's.
-        transfers: names of the boundary activations that are offloaded.
-        seconds: time of each pass, in seconds.
-        parameters: for each of the joint graph's inputs, whether it is a parameter.
-        frame: the Python frame it was captured from.
-        partition_options: what AOTAutograd gave the partitioner.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    joint: fx.GraphModule = field(repr=False)
-    regions: tuple[Region, ...]
-    plan: GraphPlan
-    num_forward_outputs: int
-    transfers: tuple[str, ...]
-    seconds: Mapping[str, float] = field(repr=False)
-    parameters: tuple[bool, ...] = field(default=(), repr=False)
-    frame: Frame = Frame()
-    partition_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def saved(self) -> list[fx.Node]:
-        """Nodes of the forward graph that are saved for backward, in order; sizes included."""
-        found = G.output_args(self.forward.graph)[self.num_forward_outputs :]
-        return [n for n in found if isinstance(n, fx.Node)]
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of the activations that leave the device in a step, by the sizes they were traced with."""
-        return sum(G.nbytes(n) for n in self.saved if G.is_offload(n))
-
-    @property
-    def activations(self) -> frozenset[str]:
-        """Names of the graph's inputs that need a gradient and are no parameters: results of an earlier graph."""
-        inputs = [n for n in G.placeholders(self.joint.graph) if not G.is_tangent(n)]
-        gradients = G.output_args(self.joint.graph)[self.num_forward_outputs :]
-        return frozenset(
-            node.name
-            for node, gradient, is_parameter in zip(inputs, gradients, self.parameters, strict=False)
-            if gradient is not None and not is_parameter
-        )
-
-
-def current_records(records: Sequence[GraphRecord]) -> list[GraphRecord]:
-    """Those of one training step: for each frame, the graphs of the last call that it was captured in."""
-    latest = {(r.frame.function, r.frame.root): r.frame.call for r in records}
-    return [r for r in records if latest[r.frame.function, r.frame.root] == r.frame.call]
-
-
-def step_graphs(record: GraphRecord, one_memory: bool = True) -> StepGraphs:
-    """The graphs of a record, for the simulation of their memory."""
-    graphs = record.forward.graph, record.backward.graph
-    return StepGraphs(*graphs, record.num_forward_outputs, record.activations, one_memory)
-
-
-def simulate_records(records: Sequence[GraphRecord]) -> list[GraphTimeline]:
-    """The memory of a training step that runs the graphs of `records` node by node (see :func:`simulate`)."""
-    return simulate(list(map(step_graphs, current_records(records))))
 
 
 @dataclass
@@ -189,6 +102,7 @@ class _Run:
     backward: fx.GraphModule | None = None
     transfers: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    ceiling: int | None = None
 
     @property
     def num_forward_outputs(self) -> int:
@@ -287,8 +201,16 @@ def _overlap(run: _Run) -> None:
     if offload is not None and run.transfers:
         order_offloads(run.forward.graph, offload.max_in_flight)
         inputs, clock = G.placeholders(run.forward.graph), _clock(run)
-        peak = 0 if clock is None else max(G.bytes_alive(list(run.forward.graph.nodes), set(inputs)))
-        order_reloads(run.backward.graph, offload.prefetch, {n.name for n in inputs}, clock, peak)
+        names = {n.name for n in inputs}
+        if clock is None:
+            order_reloads(run.backward.graph, offload.prefetch, names)
+            return
+        peak = max(G.bytes_alive(list(run.forward.graph.nodes), set(inputs)))
+        if run.request.settings.verify:
+            in_turn = G.snapshot(run.backward).graph
+            order_reloads(in_turn, offload.prefetch, names)
+            run.ceiling = max(peak, *bytes_alive(in_turn, names))
+        order_reloads(run.backward.graph, offload.prefetch, names, clock, peak)
 
 
 def _clock(run: _Run) -> Clock | None:
@@ -374,8 +296,9 @@ def _verify(run: _Run, after: str) -> None:
         offload = run.request.settings.offload if "overlap" in run.seconds else None
         limits = None
         if offload is not None:
-            is_bounded = not offload.prefetch or _clock(run) is None
-            limits = Limits(offload.max_in_flight, offload.prefetch if is_bounded else None)
+            prefetch = offload.prefetch if not offload.prefetch or run.ceiling is None else None
+            inputs = [n.name for n in G.placeholders(run.forward.graph)]
+            limits = Limits(offload.max_in_flight, prefetch, run.ceiling, inputs)
         verify_partition(run.forward, run.backward, run.num_forward_outputs, where, limits)
 
 

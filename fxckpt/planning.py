@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from fxckpt.config import Settings, make_settings
 from fxckpt.decide.device import DeviceSpec, choose_device
 from fxckpt.decide.plan import Plan
 from fxckpt.errors import CaptureError, SettingsError
+from fxckpt.predict.capture import Captures
+from fxckpt.predict.optimizer import optimizer_bytes
 from fxckpt.predict.plan import Target
 from fxckpt.predict.sweep import make_sweep, plan_settings, usual_settings
 from fxckpt.show.sweep import Sweep
@@ -33,6 +36,7 @@ def plan(
     policy: Any = None,
     save: str | Sequence[str] = (),
     budget: int | str | None = None,
+    optimizer: Any = None,
     compiled: bool = False,
     device: Any = None,
 ) -> Plan:
@@ -58,6 +62,8 @@ def plan(
         policy: as for :func:`transform`.
         save: as for :func:`transform`.
         budget: as for :func:`transform`; the plan is then the one of least seconds within it.
+        optimizer: as for :func:`transform`; the plan then tells the bytes that it keeps, whether there is a budget or
+            not.
         compiled: plan for ``torch.compile(t)``, whose graphs are others than those that ``t(**batch)`` runs. Inductor
             generates code for them, which is not compiled.
         device: what the step is planned for: a ``torch.device``, the name of a device that was measured or whose
@@ -75,7 +81,8 @@ def plan(
     """
     model = _original(model, batch, "plan")
     settings = make_settings(every_n=every_n, offload=offload, layers=layers, policy=policy, budget=budget, save=save)
-    return plan_settings(model, batch, settings, target_of(model, device, compiled))
+    settings = with_optimizer(settings, model, optimizer)
+    return plan_settings(Captures(model, batch), settings, target_of(model, device, compiled))
 
 
 def sweep(
@@ -84,13 +91,16 @@ def sweep(
     *,
     offload: Any = True,
     layers: Any = None,
+    budgets: int = 0,
+    optimizer: Any = None,
     compiled: bool = False,
     device: Any = None,
 ) -> Sweep:
     """Plans of a training step under several settings side by side, to choose among them.
 
     Nothing recomputed; then every layer, every second, third and fourth, each without offload and with it. Settings
-    that treat all layers as earlier ones do are left out.
+    that treat all layers as earlier ones do are left out. Then plans within `budgets`, which may recompute, save and
+    offload other things in each layer.
 
     Example::
 
@@ -104,6 +114,9 @@ def sweep(
         batch: as for :func:`plan`.
         offload: as for :func:`transform`, for the rows with offload; ``False`` leaves them out.
         layers: as for :func:`transform`.
+        budgets: how many budgets to plan for, at equal distances from the smallest that can be kept to the peak with
+            nothing recomputed, these two among them.
+        optimizer: as for :func:`plan`.
         compiled: as for :func:`plan`.
         device: as for :func:`plan`.
 
@@ -113,8 +126,20 @@ def sweep(
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
     """
     model = _original(model, batch, "sweep")
-    settings = make_settings(offload=offload, layers=layers)
-    return make_sweep(model, batch, usual_settings(settings, settings.offload), target_of(model, device, compiled))
+    settings = with_optimizer(make_settings(offload=offload, layers=layers), model, optimizer)
+    if isinstance(budgets, bool) or not isinstance(budgets, int) or budgets < 0 or budgets == 1:
+        raise SettingsError(f"budgets={budgets!r}: give how many budgets to plan for, at least 2, or 0 for none.")
+    choices = usual_settings(settings, settings.offload)
+    return make_sweep(Captures(model, batch), choices, target_of(model, device, compiled), budgets=budgets)
+
+
+def with_optimizer(settings: Settings, model: nn.Module, optimizer: Any) -> Settings:
+    """The settings with the bytes that an optimizer keeps; `optimizer` as for :func:`plan`.
+
+    Raises:
+        SettingsError: there is no such optimizer.
+    """
+    return settings if optimizer is None else replace(settings, optimizer_bytes=optimizer_bytes(model, optimizer))
 
 
 def _original(model: nn.Module, batch: Mapping[str, Any], function: str) -> nn.Module:
@@ -149,7 +174,7 @@ def _is_cpu(device: Any, spec: DeviceSpec | None) -> bool:
 def keep_budget(model: nn.Module, batch: Mapping[str, Any], settings: Settings, compiled: bool) -> Plan:
     """The plan of a transformed model whose settings have a budget, at its first call."""
     with torch.random.fork_rng(devices=[]):
-        made = plan_settings(model, batch, settings, target_of(model, None, compiled))
+        made = plan_settings(Captures(model, batch), settings, target_of(model, None, compiled))
     chosen = sum(1 for layer in made.layers if layer.treatment == "recompute")
     log.info("fxckpt: %d of %d layers are recomputed to keep %s bytes.", chosen, len(made.layers), made.budget_bytes)
     return made

@@ -16,7 +16,7 @@ from fxckpt.config import Offload, make_settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.errors import SettingsError
-from fxckpt.planning import keep_budget
+from fxckpt.planning import keep_budget, with_optimizer
 from fxckpt.predict.amount import budget_bytes
 from fxckpt.runtime.file import in_memory
 from fxckpt.use import state as states
@@ -38,6 +38,7 @@ def transform(
     policy: Any = None,
     save: str | Sequence[str] = (),
     budget: int | str | None = None,
+    optimizer: Any = None,
     plan: Plan | str | Path | None = None,
     verify: bool = False,
     debug_dir: str | Path | None = None,
@@ -73,8 +74,11 @@ def transform(
             or a name that :func:`fxckpt.name` gave. Less is computed again then, and more held.
         budget: in place of `every_n` and `policy`, the most memory that a step may take: bytes of its peak on top of
             parameters and batch, as a number or as ``"24GiB"``; or a share of the device's memory, ``"80%"``, which is
-            to hold parameters and buffers, too. The first call plans for its batch, as :func:`fxckpt.plan` does:
-            what to recompute, with `offload` what to offload, so that the step is as fast as it can be within it.
+            to hold parameters, buffers and what `optimizer` keeps, too. The first call plans for its batch, as
+            :func:`fxckpt.plan` does: what to recompute, with `offload` what to offload, so that the step is as fast as
+            it can be within it.
+        optimizer: for a `budget` that is a share: ``"adamw"`` or another name of ``torch.optim``, what makes an
+            optimizer from a list of parameters, or the bytes that it keeps.
         plan: what :func:`fxckpt.plan` returned, or a file of it, in place of `every_n`, `offload`, `policy`, `save` and
             `budget`.
         verify: check the graph invariants after every pass (costs compile time).
@@ -111,12 +115,16 @@ def transform(
         verify=verify,
         debug_dir=debug_dir,
     )
+    if optimizer is not None:
+        if settings.budget is None:
+            raise SettingsError('optimizer= is for a budget= that is a share of the device\'s memory, such as "80%".')
+        settings = with_optimizer(settings, model, optimizer)
+    if settings.budget is not None:
+        budget_bytes(settings.budget, model, settings.optimizer_bytes)
     if isinstance(plan, Plan):
         plan.check_layers(type(model).__name__, boundary_layers(model, settings.layers))
     view = make_view(model, settings)
     state_of(view).treatments()  # finds the layers now, so that a mistake is told now
-    if settings.budget is not None:
-        budget_bytes(settings.budget, model)
     if settings.offload is not None:
         _check_place(model, settings.offload)
     return view  # type: ignore[return-value]

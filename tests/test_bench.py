@@ -112,6 +112,8 @@ def plain_model(tmp_path: Path) -> Path:
         ("fxckpt-plain@3", Variant("fxckpt-plain", 3)),
         ("fxckpt@12+offload", Variant("fxckpt", 12, "offload")),
         ("fxckpt-plain@1+disk", Variant("fxckpt-plain", 1, "disk")),
+        ("fxckpt@1.5GiB+offload", Variant("fxckpt", option="offload", given="1.5GiB")),
+        ("fxckpt@plans/a.json", Variant("fxckpt", given="plans/a.json")),
     ],
 )
 def test_variants_are_parsed(text: str, wanted: Variant) -> None:
@@ -129,6 +131,10 @@ def test_variants_are_parsed(text: str, wanted: Variant) -> None:
         ("fxckpt", "write fxckpt@n"),
         ("fxckpt@0", "a whole number of at least 1"),
         ("hf-eager@1.5", "a whole number of at least 1"),
+        ("hf-eager@2GiB", "a whole number of at least 1"),
+        ("fxckpt@1.5", "a whole number of at least 1, a budget such as 24GiB, or a plan"),
+        ("fxckpt@much", "a whole number of at least 1, a budget such as 24GiB, or a plan"),
+        ("fxckpt@a.json+offload", "a plan says itself what is offloaded"),
         ("torch-budget@2", "a fraction between 0 and 1"),
         ("torch-budget@nan", "a fraction between 0 and 1"),
         ("compile+offload", "takes nothing after +"),
@@ -484,6 +490,7 @@ def test_a_benchmark_from_end_to_end() -> None:
         assert v.gradient_difference is not None and v.gradient_difference < 1e-4
     assert hf.ratio == 1.0 and hf.graphs is None and plain.graphs == ours.graphs == 1
     assert plain.offloaded_bytes == 2 * 4 * 32 * 32 * 4 and ours.offloaded_bytes == 0
+    assert plain.saved_bytes and ours.saved_bytes and plain.saved_bytes < ours.saved_bytes
     assert hf.recomputed_flops and plain.recomputed_flops and ours.recomputed_flops
     assert hf.recomputed_flops == pytest.approx(plain.recomputed_flops, rel=0.3)
     assert 0 < (ours.pass_share or 0) < 0.5 and (ours.partition_seconds or 0) > 0

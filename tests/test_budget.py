@@ -8,6 +8,7 @@ import os
 import random
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from fxckpt.models.spec import ModelSpec
 from fxckpt.predict.amount import budget_bytes
 from fxckpt.predict.capture import capture_step
 from fxckpt.predict.chain import find_order
+from fxckpt.predict.optimizer import optimizer_bytes
 from fxckpt.predict.steps import read_steps
+from fxckpt.show.plan_tables import figures
 from tests.helpers import assert_same, train_step
 from tests.situations.models import Residual
 from tests.zoo import build
@@ -136,13 +139,10 @@ def measured_peak(t: nn.Module, batch: Any) -> int:
 @pytest.mark.parametrize("name", SPECS)
 def test_a_plan_keeps_its_budget_and_more_memory_takes_no_longer(name: str) -> None:
     model, batch = load(SPECS[name])
-    most = everything_kept(model, batch).peak_bytes
-    least = fxckpt.plan(model, batch).peak_bytes
     recomputed = []
-    for part in range(4):
-        budget = least + (most - least) * part // 3
-        plan = fxckpt.plan(model, batch, budget=budget)
-        assert plan.peak_bytes <= budget == plan.budget_bytes
+    for row in fxckpt.sweep(model, batch, offload=False, budgets=4).rows[-4:]:
+        plan = row.plan
+        assert plan.budget_bytes is not None and plan.peak_bytes <= plan.budget_bytes
         recomputed.append(plan.recomputed_flops)
         t = fxckpt.transform(model, plan=fxckpt.Plan.from_dict(plan.to_dict()))
         assert plan.peak_bytes <= measured_peak(t, batch) <= plan.peak_bytes + 64  # autograd's own scalars
@@ -265,6 +265,48 @@ def test_a_share_of_the_device_holds_the_parameters_too() -> None:
         nowhere = nn.Linear(3, 3)
     with pytest.raises(fxckpt.SettingsError, match="lies on meta"):
         budget_bytes(parse_budget("50%"), nowhere)
+
+
+@pytest.mark.parametrize("made", ["adamw", torch.optim.AdamW, lambda given: torch.optim.AdamW(given, amsgrad=True)])
+def test_an_optimizer_keeps_what_it_says(made: Any) -> None:
+    model, batch = load(LLAMA)
+    next(model.parameters()).requires_grad_(False)
+    real = torch.optim.AdamW(model.parameters()) if isinstance(made, str) else made(model.parameters())
+    train_step(model, model, batch)
+    real.step()
+    kept = [t for state in real.state.values() for name, t in state.items() if name != "step"]  # a number on the host
+    plan = fxckpt.plan(model, batch, optimizer=made)
+    assert plan.optimizer_bytes == sum(t.nbytes for t in kept) > 0
+    assert "what the optimizer keeps" in [name for name, _ in figures(plan)]
+    assert fxckpt.Plan.from_dict(plan.to_dict()) == plan
+    assert replace(plan, optimizer_bytes=None) == fxckpt.plan(model, batch)
+
+
+def test_optimizers_without_state_and_by_bytes() -> None:
+    model = nn.Linear(30, 30)
+    assert optimizer_bytes(model, "SGD") == 0
+    assert optimizer_bytes(model, lambda given: torch.optim.SGD(given, 0.1, momentum=0.9)) == 930 * 4
+    assert optimizer_bytes(model, 123) == 123
+    assert optimizer_bytes(model.requires_grad_(False), "adam") == 0
+
+
+@pytest.mark.parametrize("given", ["adamx", True, 1.5, -3, "LBFGS", lambda given: None])
+def test_what_is_no_optimizer_is_told(given: Any) -> None:
+    with pytest.raises(fxckpt.SettingsError, match=r"optimizer=.*(give a name of torch.optim|Give the bytes)"):
+        optimizer_bytes(nn.Linear(3, 3), given)
+
+
+def test_a_share_of_the_device_holds_the_optimizer_too() -> None:
+    model, batch = load(LLAMA)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    beside = total - 2 * 2**20 - sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    t = fxckpt.transform(model, budget="100%", optimizer=beside)
+    with pytest.raises(fxckpt.BudgetError, match="within 2,097,152 bytes"):
+        t(**batch)
+    with pytest.raises(fxckpt.SettingsError, match="parameters and the optimizer take more"):
+        fxckpt.transform(model, budget="100%", optimizer=total)
+    with pytest.raises(fxckpt.SettingsError, match="optimizer= is for a budget="):
+        fxckpt.transform(model, optimizer="adamw")
 
 
 def test_a_budget_chooses_alone() -> None:

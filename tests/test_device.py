@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from typer.testing import CliRunner
 
 import fxckpt
 from fxckpt import graph as G
-from fxckpt.bench import calibrate
+from fxckpt.bench import calibrate, rates
 from fxckpt.cli import app
 from fxckpt.decide import device as devices
 from fxckpt.decide.clock import Clock, find_clock
 from fxckpt.decide.device import DeviceSpec, Disk, find_device, identity, load_measured, store_measured, store_path
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
+from fxckpt.rewrite import overlap
 from tests.helpers import differences, train_step
 from tests.hostile import hostile
 from tests.situations.models import Residual, stack
@@ -68,6 +70,14 @@ def test_a_broken_file_is_told(text: str) -> None:
         return
     with pytest.raises(fxckpt.SettingsError, match=r"devices\.json is no list of devices.*fxckpt calibrate"):
         load_measured()
+
+
+def test_a_file_without_the_rates_by_size() -> None:
+    """What was measured before they were is known still."""
+    store_path().parent.mkdir()
+    old = {"name": identity(CPU), "source": "old", "flops": {"float32": 1e9}, "bandwidth": 1e9, "disks": []}
+    store_path().write_text(json.dumps([old]))
+    assert find_device(CPU) == DeviceSpec(identity(CPU), "old", {"float32": 1e9}, 1e9)
 
 
 def test_a_rate_of_zero_is_told(tmp_path: Path) -> None:
@@ -185,6 +195,22 @@ def test_a_slow_place_is_asked_earlier(tmp_path: Path, slower: float) -> None:
         assert sum(lead(asked)) > sum(lead(ordinary))
 
 
+def test_reloads_that_lift_the_peak_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are free by the pass's own account: it starts as early as it likes."""
+    store_measured(spec(tmp_path, read=1.0))
+    model, batch = stack(n=6)
+    place = fxckpt.Offload(to="disk", dir=str(tmp_path))
+    original = overlap._start_in_time
+
+    def greedy(coming: Any, nodes: Any, places: Any, alive: Any, *rest: Any) -> None:
+        original(coming, nodes, places, [0] * len(alive), rest[0], 1 << 60)
+
+    monkeypatch.setattr(overlap, "_start_in_time", greedy)
+    t = fxckpt.transform(model, layers=Residual, offload=place, verify=True)
+    with pytest.raises(fxckpt.FxckptError, match="reloads that start early lift the peak"):
+        train_step(t, model, batch)
+
+
 def test_numbers_when_copies_start_early(tmp_path: Path) -> None:
     store_measured(spec(tmp_path, read=1.0))
     model, batch = stack(n=6)
@@ -216,6 +242,18 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.001)
     monkeypatch.setattr(calibrate, "BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate, "TOTAL_BYTES", calibrate.BLOCKS << 20)
+    for name, small in (
+        ("PRODUCT_SIZES", (8, 32)),
+        ("BATCHED_SIZES", (8, 32)),
+        ("BATCHED_VALUES", 1 << 12),
+        ("TOKENS", (16, 32)),
+        ("HEADS", (8, 16)),
+        ("ATTENTION_VALUES", 1 << 12),
+        ("VALUES", 1 << 12),
+        ("FRESH_BYTES", 1 << 20),
+        ("LEAST_SECONDS", 1e-6),
+    ):
+        monkeypatch.setattr(rates, name, small)
     result = CliRunner().invoke(app, ["calibrate", "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
     for words in ("matrix products, float32", "GFLOP/s", "memory", "to the disk of", "devices.json"):
@@ -227,6 +265,10 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found.flops) == {"float32", "bfloat16", "float16"} and found.to_host is None
     assert 1e8 < found.flops["float32"] < 1e13 and found.bandwidth is not None and 1e8 < found.bandwidth < 1e13
     assert found.disks[0].folder == str(tmp_path) and found.disks[0].read > 1e5 and found.disks[0].write > 1e5
+    assert found.products is not None and len(found.products) == 3 * 2 * 8
+    assert found.attention is not None and len(found.attention) == 3 * 2 * 4
+    assert found.functions is not None and set(found.functions) == {"exp", "tanh", "erf"}
+    assert found.fresh is not None and found.fresh > 0 and found.call is not None and 1e-8 < found.call < 1e-3
     assert "measured on 20" in found.source
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "out.json"]
 

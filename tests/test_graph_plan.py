@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxckpt
 from fxckpt import graph as G
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from tests.helpers import DEVICE, Step, assert_same, boundary_layers, differences, train_step
 from tests.situations.models import Residual
 from tests.zoo import build, get_loss

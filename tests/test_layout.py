@@ -30,6 +30,7 @@ ORDER = (
     "decide",
     "rewrite",
     "runtime",
+    "record",
     "pipeline",
     "show",
     "use",

@@ -16,7 +16,7 @@ from fxckpt.bench.timeline import measure_timeline
 from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline, StepGraphs, Value, simulate
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
-from fxckpt.pipeline import simulate_records
+from fxckpt.record import simulate_records
 from tests.helpers import DEVICE
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import fx, nn
 import fxckpt
 from fxckpt import graph as G
 from fxckpt import pipeline
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from fxckpt.rewrite.obey import hold_boundaries, release_boundaries, tell_partitioner
 from fxckpt.rewrite.offload import insert_transfers
 from tests.golden import assert_golden

@@ -18,10 +18,11 @@ from fxckpt.bench.step import TrainingStep
 from fxckpt.config import make_settings
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
-from fxckpt.pipeline import GraphRecord, simulate_records
+from fxckpt.predict import capture as capturing
 from fxckpt.predict import plan as planning
-from fxckpt.predict.capture import CapturedStep
+from fxckpt.predict.capture import CapturedStep, Captures
 from fxckpt.predict.steps import read_steps
+from fxckpt.record import GraphRecord, simulate_records
 from tests.helpers import assert_same, train_step
 from tests.situations.models import stack
 from tests.zoo import build
@@ -71,13 +72,13 @@ def figures(plan: fxckpt.Plan) -> dict[str, int]:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each capture for a plan has."""
     found: list[int] = []
-    original = planning.capture_step
+    original = capturing._run
 
     def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found.append(len([m for m in model.modules() if "GradientCheckpointingLayer" in str(type(m).__mro__)]))
         return original(model, *args, **kwargs)
 
-    monkeypatch.setattr(planning, "capture_step", capture)
+    monkeypatch.setattr(capturing, "_run", capture)
     return found
 
 
@@ -139,13 +140,59 @@ def test_equal_layers_are_captured_once_and_counted_often(
     model, batch = load(SPECS[name])
     if given.get("every_n") == 2:  # four periods of two layers, and one more
         model, batch = load(ModelSpec(**{**vars(SPECS[name]), "overrides": _deeper(SPECS[name].overrides, 11)}))
-    folded = planning.plan_step(model, batch, settings(**given), planning.Target())
-    whole = planning.plan_step(model, batch, settings(**given), planning.Target(), fold=False)
+    folded = planning.plan_step(Captures(model, batch), settings(**given), planning.Target())
+    whole = planning.plan_step(Captures(model, batch), settings(**given), planning.Target(), fold=False)
     assert folded.plan == whole.plan
     if given.get("every_n") != 2:  # there a view without memory of its own stands elsewhere
         assert folded.steps == whole.steps
     few, all_of_them = captured
     assert few < all_of_them == len(whole.plan.layers)
+
+
+@pytest.mark.parametrize(("name", "random"), [("gpt2", True), ("t5", False), ("mixtral", False)])
+def test_other_settings_need_no_other_capture(name: str, random: bool, captured: list[int]) -> None:
+    model, batch = build(name, random)
+    captures = Captures(model, batch)
+    every: list[dict[str, Any]] = [
+        {"every_n": 2},
+        {"offload": True, "save": ("matmul",)},
+        {"policy": lambda layer: False},
+    ]
+    for given in every:
+        found = planning.plan_step(captures, settings(**given), planning.Target())
+        assert found == planning.plan_step(Captures(model, batch), settings(**given), planning.Target())
+    assert len(captured) == 1 + len(every)
+    with pytest.raises(fxckpt.SettingsError, match="save="):
+        captures.step(settings(save="aten.cosh"))
+    assert len(captured) == 1 + len(every)
+
+
+def test_a_step_in_frames_of_alike_modules_is_captured_each_time(captured: list[int]) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Half() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    class Half(fxckpt.GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x).relu()
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    model, batch = Broken(), {"x": torch.ones(4, 16)}
+    captures = Captures(model, batch)
+    for n in (1, 2):
+        assert captures.step(settings(every_n=n)).records
+    assert len(captured) == 2
 
 
 def _deeper(overrides: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -155,10 +202,10 @@ def _deeper(overrides: Mapping[str, Any], layers: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_pattern_of_layers_is_one_period(captured: list[int]) -> None:
     model, batch = load(SPECS["gemma3_text"])  # every sixth layer attends to all tokens
-    folded = planning.make_plan(model, batch, settings())
+    folded = planning.make_plan(Captures(model, batch), settings())
     assert captured == [25]
     assert len(folded.layers) == 31
-    assert folded == planning.make_plan(model, batch, settings(), fold=False)
+    assert folded == planning.make_plan(Captures(model, batch), settings(), fold=False)
 
 
 class Narrowing(fxckpt.GradientCheckpointingLayer):
@@ -186,18 +233,18 @@ class Tower(nn.Module):
 @pytest.mark.parametrize("widths", [[32] * 12, [8, 16, 24, 32, 40, 48, 56, 64], [64, *[32] * 9]], ids=str)
 def test_layers_that_cannot_be_left_out_are_not(widths: list[int], counted: bool, captured: list[int]) -> None:
     model, batch = Tower(widths, counted), {"x": torch.randn(4, 16)}
-    plan = planning.make_plan(model, batch, settings())
+    plan = planning.make_plan(Captures(model, batch), settings())
     same = len(set(widths)) < 3
     assert captured == [len(widths)] if not same else captured[0] < len(widths)
     assert len(captured) == (2 if counted and same else 1)  # a model that counts its layers is captured as a whole then
-    assert plan == planning.make_plan(model, batch, settings(), fold=False)
+    assert plan == planning.make_plan(Captures(model, batch), settings(), fold=False)
 
 
 def test_equal_kernels_are_counted_often(captured: list[int]) -> None:
     model, batch = Tower([32] * 12), {"x": torch.randn(64, 16)}
-    plan = planning.make_plan(model, batch, settings(), COMPILED)
+    plan = planning.make_plan(Captures(model, batch), settings(), COMPILED)
     assert captured[0] < 12 and len(captured) == 1
-    assert plan == planning.make_plan(model, batch, settings(), COMPILED, fold=False)
+    assert plan == planning.make_plan(Captures(model, batch), settings(), COMPILED, fold=False)
 
 
 @pytest.mark.parametrize("given", [{}, {"every_n": 2}, {"policy": lambda layer: False}], ids=["1", "2", "kept"])

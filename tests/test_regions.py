@@ -14,7 +14,7 @@ import fxckpt
 from fxckpt import graph as G
 from fxckpt.capture.regions import BoundaryLayer, find_regions
 from fxckpt.decide.policy import Treatment
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from tests.helpers import DEVICE, assert_same, boundary_layers, grads
 from tests.situations.models import Residual
 from tests.zoo import build, get_loss

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 import fxckpt
 from fxckpt import graph as G
 from fxckpt import pipeline
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from fxckpt.rewrite.phases import find_gradients
 from fxckpt.rewrite.rematerialize import for_each_region, for_gradients
 from tests.helpers import DEVICE, assert_close, measured, train_step

@@ -17,7 +17,7 @@ from torch import nn
 import fxckpt
 from fxckpt.config import Settings, make_settings
 from fxckpt.decide.memory import KINDS, OTHER, SAVED, GraphTimeline, Value
-from fxckpt.predict.capture import capture_step
+from fxckpt.predict.capture import Captures, capture_step
 from fxckpt.predict.plan import Target
 from fxckpt.predict.report import Report, make_report, step_timelines
 from fxckpt.predict.steps import read_steps
@@ -41,7 +41,7 @@ def settings(**given: Any) -> Settings:
 @pytest.fixture(scope="module")
 def report() -> Report:
     model, batch = tower(6)
-    return make_report(model, batch, settings(every_n=2))
+    return make_report(Captures(model, batch), settings(every_n=2))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_page_has_the_plans_figures(report: Report, timelines: list[GraphTim
 
 def test_the_picture_of_a_compiled_step_has_the_plans_peak() -> None:
     model, batch = tower(2)
-    report = make_report(model, batch, settings(), Target(compiled=True))
+    report = make_report(Captures(model, batch), settings(), Target(compiled=True))
     assert report.plan == fxckpt.plan(model, batch, compiled=True)
     before, planned = data_of(report.html)["runs"]
     peaks = [max(map(sum, zip(*(accumulate(k) for k in run["kinds"]), strict=True))) for run in (before, planned)]

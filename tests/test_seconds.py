@@ -23,7 +23,7 @@ from fxckpt.decide.device import (
     identity,
     store_measured,
 )
-from fxckpt.decide.seconds import Pace, Product, interpolate, moved_bytes, product_of
+from fxckpt.decide.seconds import Pace, Product, interpolate, moved_bytes, product_of, work
 from tests.situations.models import Residual, stack
 
 CPU = torch.device("cpu")
@@ -128,6 +128,26 @@ def test_functions() -> None:
     gelu = torch.nn.functional.gelu
     assert pace.of_node(node_of(gelu, (8, 4))) == 8 * 4 / 1e4
     assert pace.of_node(node_of(lambda x: gelu(x, approximate="tanh"), (8, 4))) == 8 * 4 / 1e3
+
+
+def test_large_values_get_new_memory() -> None:
+    node = node_of(torch.add, (8 << 20,), (8 << 20,))
+    moved = 3 * (32 << 20) / BANDWIDTH
+    assert Pace(device()).of_node(node) == moved
+    assert Pace(device(fresh=1e8)).of_node(node) == moved + (32 << 20) / 1e8
+    smaller = node_of(torch.add, (7 << 20,), (7 << 20,))
+    assert Pace(device(fresh=1e8)).of_node(smaller) == 3 * (28 << 20) / BANDWIDTH
+
+
+def test_grouped_products() -> None:
+    """The products of a mixture's experts, which PyTorch counts no FLOPs for."""
+    graph = fx.Graph()
+    rows, experts = graph.placeholder("rows"), graph.placeholder("experts")
+    grouped = graph.call_function(torch.ops.aten._grouped_mm.default, (rows, experts))
+    for n, shape in ((rows, (64, 8)), (experts, (4, 8, 16)), (grouped, (64, 16))):
+        n.meta["val"] = torch.empty(shape, device="meta")
+    assert product_of(grouped) == Product(4, 16, 8, 16)
+    assert work(grouped) == 2 * 64 * 8 * 16
 
 
 def test_transfers() -> None:

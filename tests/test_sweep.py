@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,27 @@ def test_the_table(six: Sweep) -> None:
     assert repr(six).startswith("<fxckpt.Sweep of 9 settings")
 
 
+def test_budgets_beside_the_usual_settings(six: Sweep) -> None:
+    model, batch = tower(6)
+    found = fxckpt.sweep(model, batch, offload=False, budgets=4)
+    rows = [row for row in found.rows if row.plan.budget_bytes is not None]
+    assert [row.name for row in rows] == [f"budget={row.plan.budget_bytes:,}" for row in rows]
+    limits = [row.plan.budget_bytes or 0 for row in rows]
+    steps = [b - a for a, b in itertools.pairwise(limits)]
+    assert len(rows) == 4 and max(steps) - min(steps) <= 1
+    assert limits[0] == rows[0].plan.peak_bytes == min(row.plan.peak_bytes for row in found.rows)
+    assert limits[-1] == found.rows[0].plan.peak_bytes and rows[-1].plan.recomputed_flops == 0
+    for row, limit in zip(rows, limits, strict=True):
+        assert row.plan == fxckpt.plan(model, batch, budget=limit)
+    assert fxckpt.sweep(model, batch, offload=False).rows == found.rows[: -len(rows)]
+
+
+@pytest.mark.parametrize("budgets", [1, -1, True, 1.5, "4"])
+def test_budgets_are_a_number(budgets: Any) -> None:
+    with pytest.raises(fxckpt.SettingsError, match="at least 2"):
+        fxckpt.sweep(*tower(2), budgets=budgets)
+
+
 def test_arguments_of_the_wrong_kind() -> None:
     with pytest.raises(fxckpt.SettingsError, match="sweep needs a torch"):
         fxckpt.sweep("llama", {})  # type: ignore[arg-type]
@@ -158,3 +180,15 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     plan = fxckpt.Plan.from_dict(row)  # a row is a plan's dict, and a little more
     assert [layer.treatment for layer in plan.layers] == ["recompute", *["keep"] * 4, "recompute"]
     assert {row["name"] for row in written["rows"] if row["frontier"]} >= {"nothing recomputed"}
+
+
+def test_the_command_with_budgets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert run_command(monkeypatch, f"{program}:make", "--sweep", "--budgets", "3", "--batch", "32") == 0
+    assert capsys.readouterr().out.count("budget=") == 3
+    for wrong in (["--budgets", "3"], ["--sweep", "--budgets", "1"]):
+        assert run_command(monkeypatch, f"{program}:make", *wrong) != 0
+        assert "--budgets takes how many" in " ".join(capsys.readouterr().err.split())

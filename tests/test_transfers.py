@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import fxckpt
 from fxckpt import graph as G
 from fxckpt import pipeline
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from fxckpt.use import backend
 from tests.helpers import Step, boundary_layers, differences, grads, train_step
 from tests.hostile import Late, hostile

@@ -1,19 +1,28 @@
-"""Measure how fast this machine is: products, memory, copies to the host, a disk."""
+"""Measure how fast this machine is: products and other operators, memory, copies to the host, a disk."""
 
 from __future__ import annotations
 
 import datetime
 import functools
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 
 import torch
 from rich.table import Table
 from rich.text import Text
 
+from fxckpt.bench.rates import (
+    attention_rates,
+    call_seconds,
+    fresh_rate,
+    function_rates,
+    median_seconds,
+    memory_rate,
+    product_rates,
+    timed,
+)
 from fxckpt.bench.run import Progress
-from fxckpt.decide.device import DeviceSpec, Disk, identity
+from fxckpt.decide.device import AttentionRate, DeviceSpec, Disk, ProductRate, identity
 from fxckpt.errors import TransferError
 from fxckpt.models.spec import check_device
 from fxckpt.runtime.disk import DiskTier, OnDisk
@@ -27,13 +36,12 @@ LARGEST = 16384
 BLOCK_BYTES, BLOCKS = 32 << 20, 8
 """What goes to a disk and back: so many blocks, each as large as an activation may be."""
 TOTAL_BYTES = BLOCK_BYTES * BLOCKS
-REPEATS = 5
 
 
 def calibrate(device: str, folder: str, on_progress: Progress = lambda done, total, text: None) -> DeviceSpec:
     """Measure a device, and the disk of a folder.
 
-    Takes some seconds. What else runs on the machine makes it slower than it is.
+    Takes up to a minute. What else runs on the machine makes it slower than it is.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -46,21 +54,41 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
     """
     check_device(device)
     where = torch.device(device)
-    total = len(DTYPES) + 3
+    total = 2 * len(DTYPES) + 4
+    on_progress(0, total, f"disk of {folder}")
+    disk = _disk_rates(folder)
     flops: dict[str, float] = {}
+    products: list[ProductRate] = []
+    attention: list[AttentionRate] = []
     for i, dtype in enumerate(DTYPES):
         name = str(dtype).removeprefix("torch.")
-        on_progress(i, total, f"products of {name}")
+        on_progress(2 * i + 1, total, f"products of {name}")
         flops[name] = product_rate(where, dtype)
-    on_progress(total - 3, total, "memory")
-    bandwidth = 2 * _copy_rate(torch.empty(TOTAL_BYTES, dtype=torch.uint8, device=where), where)
-    on_progress(total - 2, total, "copies to the host")
+        products += product_rates(where, dtype, flops[name])
+        on_progress(2 * i + 2, total, f"attention of {name}")
+        attention += attention_rates(where, dtype)
+    on_progress(total - 3, total, "functions and calls")
+    functions, call = function_rates(where), call_seconds(where) if where.type == "cpu" else None
+    on_progress(total - 2, total, "memory")
+    bandwidth = memory_rate(where)
+    fresh = fresh_rate(where) if where.type == "cpu" else None  # elsewhere PyTorch keeps what it has allocated
+    on_progress(total - 1, total, "copies to the host")
     to_host, from_host = _host_rates(where) if where.type == "cuda" else (None, None)
-    on_progress(total - 1, total, f"disk of {folder}")
-    disk = _disk_rates(folder)
     on_progress(total, total, "")
-    source = f"measured on {datetime.date.today().isoformat()}"
-    return DeviceSpec(identity(where), source, flops, bandwidth, to_host, from_host, (disk,))
+    return DeviceSpec(
+        name=identity(where),
+        source=f"measured on {datetime.date.today().isoformat()}",
+        flops=flops,
+        bandwidth=bandwidth,
+        to_host=to_host,
+        from_host=from_host,
+        disks=(disk,),
+        products=tuple(products),
+        attention=tuple(attention),
+        functions=functions,
+        fresh=fresh,
+        call=call,
+    )
 
 
 def render_device(spec: DeviceSpec) -> Table:
@@ -70,7 +98,14 @@ def render_device(spec: DeviceSpec) -> Table:
     table.add_column("rate", justify="right")
     for name, rate in spec.flops.items():
         table.add_row(f"matrix products, {name}", f"{rate / 1e9:,.1f} GFLOP/s")
-    rows = [("memory, read and written", spec.bandwidth), ("to the host", spec.to_host)]
+        slow, fast = _range(one.rate for one in spec.products or () if one.dtype == name)
+        table.add_row("  by size", f"{slow / 1e9:,.1f}–{fast / 1e9:,.1f} GFLOP/s")
+        slow, fast = _range(one.forward for one in spec.attention or () if one.dtype == name)
+        table.add_row(f"attention, {name}, by size", f"{slow / 1e9:,.1f}–{fast / 1e9:,.1f} GFLOP/s")
+    for name, rate in (spec.functions or {}).items():
+        table.add_row(name, f"{rate / 1e9:,.2f} G/s")
+    rows = [("memory, read and written", spec.bandwidth), ("memory, written for the first time", spec.fresh)]
+    rows.append(("to the host", spec.to_host))
     rows.append(("from the host", spec.from_host))
     for disk in spec.disks:
         rows += [(f"to the disk of {disk.folder}", disk.write), (f"from the disk of {disk.folder}", disk.read)]
@@ -80,17 +115,22 @@ def render_device(spec: DeviceSpec) -> Table:
     return table
 
 
+def _range(rates: Iterable[float]) -> tuple[float, float]:
+    known = sorted(rates)
+    return (known[0], known[-1]) if known else (0.0, 0.0)
+
+
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the smallest product of square matrices that takes long enough."""
     n = 256
     while True:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         torch.mm(a, b)
-        seconds = next(_timed(functools.partial(torch.mm, a, b), device))
+        seconds = next(timed(functools.partial(torch.mm, a, b), device))
         if seconds >= ENOUGH_SECONDS or n == LARGEST:
             break
         n *= 2
-    return float(2 * n**3 / _median(functools.partial(torch.mm, a, b), device))
+    return float(2 * n**3 / median_seconds(functools.partial(torch.mm, a, b), device))
 
 
 def _copy_rate(source: torch.Tensor, target: torch.device, pinned: bool = False) -> float:
@@ -98,7 +138,7 @@ def _copy_rate(source: torch.Tensor, target: torch.device, pinned: bool = False)
     out = torch.empty_like(source, device=target, pin_memory=pinned)
     device = source.device if source.device.type == "cuda" else target
     out.copy_(source)
-    return source.nbytes / _median(lambda: out.copy_(source, non_blocking=True), device)
+    return source.nbytes / median_seconds(lambda: out.copy_(source, non_blocking=True), device)
 
 
 def _host_rates(device: torch.device) -> tuple[float, float]:
@@ -128,18 +168,3 @@ def _disk_rates(folder: str) -> Disk:
             f"{folder} cannot take {TOTAL_BYTES} bytes: {error}. Choose another folder with --dir."
         ) from error
     return Disk(folder, TOTAL_BYTES / (written - start), TOTAL_BYTES / (read - written))
-
-
-def _median(run: Callable[[], object], device: torch.device) -> float:
-    times = _timed(run, device)
-    return statistics.median(next(times) for _ in range(REPEATS))
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> Iterator[float]:
-    """Seconds of `run`, again and again."""
-    while True:
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        yield time.perf_counter() - start

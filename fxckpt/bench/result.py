@@ -50,6 +50,8 @@ class VariantResult:
     """The parameter of that difference."""
     transfers: dict[str, float] | None = None
     """Figures of the last timed step's transfers, as ``fxckpt.stats`` gives them; None where there are none."""
+    saved_bytes: int | None = None
+    """Held on the device for the backward, by fxckpt's count."""
 
     @property
     def seconds(self) -> float | None:

@@ -28,6 +28,16 @@ from fxckpt.models.spec import ModelSpec
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, what is done now)``."""
 EAGER = Variant("eager")
+FIGURES: tuple[str, ...] = (
+    "graphs",
+    "saved_bytes",
+    "offloaded_bytes",
+    "transfers",
+    "recomputed_flops",
+    "pass_seconds",
+    "partition_seconds",
+)
+"""What a process tells at its end."""
 PEAK_CPU = "profiler memory events over one step, gradients included"
 PEAK_CUDA = "max_memory_allocated over one step, less what was allocated before, gradients included"
 
@@ -185,7 +195,7 @@ class _Bench:
         figures = self.workers[variant].ask("figures")
         if "step_flops" in figures:
             self.step_flops[variant] = figures["step_flops"]
-        for name in ("graphs", "offloaded_bytes", "transfers", "recomputed_flops", "pass_seconds", "partition_seconds"):
+        for name in FIGURES:
             setattr(self.results[variant], name, figures.get(name))
 
     def compare_gradients(self) -> None:

@@ -28,7 +28,7 @@ from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphT
 from fxckpt.errors import SettingsError
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
-from fxckpt.pipeline import simulate_records
+from fxckpt.record import simulate_records
 from fxckpt.show.tables import bytes_text
 from fxckpt.torch_private import recorded_schedules
 

@@ -2,6 +2,8 @@
 
     NAME           eager, compile
     NAME@n         every n-th layer is checkpointed, or a fraction of the memory
+    NAME@24GiB     what is recomputed is chosen so that the peak stays within so many bytes
+    NAME@FILE.json a plan is followed
     NAME@n+offload the activations that checkpointed layers start from go to host memory
     NAME@n+disk    they go to a disk, to a file in the folder for temporary files
 
@@ -19,10 +21,13 @@ import torch
 from torch import nn
 
 import fxckpt
+from fxckpt.config import parse_budget
 from fxckpt.errors import SettingsError
 from fxckpt.models.spec import ModelSpec
 from fxckpt.torch_private import set_activation_memory_budget
 
+PLAN = ".json"
+"""How the name of a plan's file ends."""
 Run = Callable[..., Any]
 """``run(**batch)`` is the forward."""
 
@@ -37,11 +42,14 @@ class Variant:
     """What stands after ``@``: every n-th layer, or a fraction."""
     option: str = ""
     """What stands after ``+``: ``"offload"``, ``"disk"``, or nothing."""
+    given: str = ""
+    """What stands after ``@`` in place of a number: a budget, or a plan's file."""
 
     def __str__(self) -> str:
         takes = KINDS[self.kind].takes
         number = {"": "", "n": f"@{int(self.number)}", "f": f"@{self.number:g}"}[takes]
-        return f"{self.kind}{number}{f'+{self.option}' if self.option else ''}"
+        chosen = f"@{self.given}" if self.given else number
+        return f"{self.kind}{chosen}{f'+{self.option}' if self.option else ''}"
 
     @property
     def offload(self) -> bool | str:
@@ -108,6 +116,10 @@ def _hf_compiled(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
 
 def _fxckpt(model: nn.Module, variant: Variant, spec: ModelSpec) -> Run:
     layers = list(spec.layers) or None
+    if variant.given.endswith(PLAN):
+        return fxckpt.transform(model, plan=variant.given)
+    if variant.given:
+        return fxckpt.transform(model, budget=variant.given, offload=variant.offload, layers=layers)
     return fxckpt.transform(model, every_n=int(variant.number), offload=variant.offload, layers=layers)
 
 
@@ -130,7 +142,10 @@ KINDS: dict[str, Kind] = {
 def known_variants() -> str:
     """All forms, in one line."""
     forms = (f"{name}{'@' if k.takes else ''}{k.takes}{_options(k, '[+{}]')}" for name, k in KINDS.items())
-    return f"{', '.join(forms)} (n: every n-th layer; f: fraction of the memory)"
+    return (
+        f"{', '.join(forms)} (n: every n-th layer, for fxckpt also a budget such as 24GiB, or a plan's FILE.json; "
+        "f: fraction of the memory)"
+    )
 
 
 def _options(kind: Kind, form: str) -> str:
@@ -153,7 +168,23 @@ def parse_variant(text: str) -> Variant:
         raise SettingsError(f"Variant {text.strip()!r}: {name} takes {allowed}.")
     if not kind.takes and number is not None:
         raise SettingsError(f"Variant {text.strip()!r}: {name} takes no number; write {name}.")
+    if kind.ours and number and not number.isdecimal():
+        return Variant(name, option=option or "", given=_given(text.strip(), number, option))
     return Variant(name, _number(text.strip(), name, number, kind.takes) if kind.takes else 1, option or "")
+
+
+def _given(text: str, given: str, option: str | None) -> str:
+    if given.endswith(PLAN):
+        if option:
+            raise SettingsError(f"Variant {text!r}: a plan says itself what is offloaded.")
+        return given
+    try:
+        parse_budget(given if not given[-1].isdigit() else "")
+    except SettingsError as error:
+        raise SettingsError(
+            f"Variant {text!r}: after @ goes a whole number of at least 1, a budget such as 24GiB, or a plan's file."
+        ) from error
+    return given
 
 
 def _number(text: str, name: str, number: str | None, takes: str) -> float:

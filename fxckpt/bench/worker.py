@@ -103,7 +103,7 @@ class Worker:
             partition = sum(r.seconds.get("partition", 0.0) for r in records)
             return {
                 "graphs": len(records),
-                "explained_saved_bytes": report.saved_bytes,
+                "saved_bytes": report.saved_bytes,
                 "offloaded_bytes": report.offloaded_bytes,
                 "transfers": moved.to_dict() if moved.offloads else None,
                 "recomputed_flops": report.recomputed_flops,

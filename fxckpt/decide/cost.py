@@ -45,10 +45,7 @@ def flops(node: fx.Node) -> int:
     """
     if node.op != "call_function":
         return 0
-    packet, inputs = G.overload_packet(node), node.args
-    wrapped = _WRAPPERS.get(getattr(node.target, "__name__", ""))
-    if wrapped is not None:
-        packet, inputs = getattr(inputs[wrapped], "overloadpacket", None), inputs[wrapped + 1 :]
+    packet, inputs = unwrapped(node)
     formula = flop_registry.get(_LIKE.get(packet, packet))
     if formula is None:
         return 0
@@ -62,6 +59,14 @@ def flops(node: fx.Node) -> int:
     args, kwargs = pytree.tree_map_only(fx.Node, shown, (inputs, dict(node.kwargs)))
     count = formula(*_shapes(args), **_shapes(kwargs), out_val=_shapes(G.value(node)))
     return int(G.hint(count)) if not isinstance(count, int) else count
+
+
+def unwrapped(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that a node runs, without its overload, and its positional arguments."""
+    wrapped = _WRAPPERS.get(getattr(node.target, "__name__", ""))
+    if wrapped is None:
+        return G.overload_packet(node), node.args
+    return getattr(node.args[wrapped], "overloadpacket", None), node.args[wrapped + 1 :]
 
 
 def _shapes(tree: Any) -> Any:

@@ -69,6 +69,7 @@ class Plan:
         predicted_seconds: seconds of forward and backward on the device that it is planned for; None where it is not
             known how fast that is.
         budget_bytes: what `peak_bytes` had to stay within, or None.
+        optimizer_bytes: bytes that the optimizer keeps beside the parameters, or None where none was named.
     """
 
     model: str
@@ -84,6 +85,7 @@ class Plan:
     peak_bytes: int
     predicted_seconds: float | None = None
     budget_bytes: int | None = None
+    optimizer_bytes: int | None = None
 
     @property
     def policy(self) -> Given:
@@ -145,7 +147,8 @@ class Plan:
 
     def _check(self) -> None:
         numbers = ("parameter_bytes", "saved_bytes", "offloaded_bytes", "flops", "recomputed_flops", "peak_bytes")
-        for name in numbers:
+        optional = ("budget_bytes", "optimizer_bytes")
+        for name in (*numbers, *(name for name in optional if getattr(self, name) is not None)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise SettingsError(f"{name} is {value!r}, and must be a whole number of at least 0.")

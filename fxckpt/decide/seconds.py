@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxckpt import graph as G
 from fxckpt.config import Offload
-from fxckpt.decide.cost import flops
+from fxckpt.decide.cost import flops, unwrapped
 from fxckpt.decide.device import DeviceSpec
 from fxckpt.torch_private import Kernel
 
@@ -33,6 +34,7 @@ _FUNCTIONS = {  # by operator: the functions that it evaluates for each value
     aten.silu: ("exp",),
     aten.silu_backward: ("exp",),
     aten._softmax: ("exp",),
+    aten._safe_softmax: ("exp",),
     aten._log_softmax: ("exp",),
     aten._log_softmax_backward_data: ("exp",),
     aten.tanh: ("tanh",),
@@ -40,7 +42,16 @@ _FUNCTIONS = {  # by operator: the functions that it evaluates for each value
     aten.gelu: ("erf",),
     aten.gelu_backward: ("erf", "exp"),
 }
+_PASSES = {aten._safe_softmax: 2}
+"""Operators that PyTorch runs as several, and how many values of the result's size these make."""
 _TANH_GELU = {aten.gelu: ("tanh",), aten.gelu_backward: ("tanh",)}
+
+
+NEW_EACH_TIME = 32 << 20
+"""Bytes from which a CPU's allocations get new memory of the system each time, which is slow to write at first.
+
+It is glibc's largest ``M_MMAP_THRESHOLD``; what is smaller it takes from memory that was freed before.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,11 +93,14 @@ class Pace:
 
     def of_node(self, node: fx.Node) -> float | None:
         """Seconds of one node of a graph that runs node by node, without transfers; None where a rate is not known."""
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or G.is_view(node):
+        packet = G.overload_packet(node)
+        if node.op != "call_function" or G.is_view(node) or G.is_getitem(node):
             return 0.0
         if G.is_transfer(node) or G.is_order(node):
             return 0.0
-        return self._longer(self._computing([node]), self._moving(moved_bytes(node)))
+        made = [val for val in pytree.tree_leaves(G.value(node)) if isinstance(val, torch.Tensor)]
+        seconds = self._longer(self._computing([node]), self._moving(moved_bytes(node)))
+        return None if seconds is None else seconds + self.new(map(G.storage_nbytes, made)) * _PASSES.get(packet, 1)
 
     def of_kernel(self, kernel: Kernel) -> float | None:
         """Seconds of one kernel of a compiled graph, without transfers; None where a rate is not known."""
@@ -94,11 +108,16 @@ class Pace:
             return 0.0
         moved = kernel.nbytes
         if not kernel.called:  # what it has of products is spelled out, and moves what a product would
-            nodes = [n for n in kernel.nodes if not flops(n)]
+            nodes = [n for n in kernel.nodes if not work(n)]
         else:
-            nodes = [n for n in kernel.nodes if flops(n)][-1:]
+            nodes = [n for n in kernel.nodes if work(n)][-1:]
             moved = max(moved, sum(map(moved_bytes, nodes)))
         return self._longer(self._computing(nodes), self._moving(moved)) if moved or nodes else 0.0
+
+    def new(self, allocated: Iterable[int]) -> float:
+        """Seconds that the first writes to values of these bytes take beside what is written anyway."""
+        nbytes = sum(n for n in allocated if n >= NEW_EACH_TIME)
+        return nbytes / self.device.fresh if self.device.fresh is not None else 0.0
 
     def transfers(self, offload: Offload, nbytes: int, forward: float, backward: float) -> float | None:
         """Seconds of a step that offloads `nbytes`, of whose graphs the seconds are known; None where a rate is not.
@@ -126,7 +145,7 @@ class Pace:
     def _computing(self, nodes: Iterable[fx.Node]) -> float | None:
         total = 0.0
         for node in nodes:
-            count = flops(node)
+            count = work(node)
             rate = self._rate(node) if count else None
             if count and rate is None:
                 return None
@@ -150,9 +169,9 @@ class Pace:
         best = self.device.flops.get(dtype)
         product = product_of(node)
         if product is not None:
-            points = self._products.get((dtype, product.batch > 1))
+            points = self._products.get((dtype, product.batch > 1 and not _is_grouped(node)))
             return interpolate(points, (product.m, product.k, product.n)) if points else best
-        if "attention" in str(node.target):
+        if "attention" in str(node.target) and isinstance(node.target, torch._ops.OpOverload):
             causal, query = G.argument(node, "is_causal") is True, _tensor(G.argument(node, "query"))
             points = self._attention.get((dtype, causal, "backward" in str(node.target)))
             if points and query is not None:
@@ -161,9 +180,23 @@ class Pace:
         return best
 
 
+def work(node: fx.Node) -> int:
+    """FLOPs of a node, those of grouped products included, for which PyTorch has no formula."""
+    grouped = product_of(node) if _is_grouped(node) else None
+    if grouped is None:
+        return flops(node)
+    times = 2 if "backward" in str(unwrapped(node)[0]) else 1
+    return times * 2 * grouped.batch * grouped.m * grouped.k * grouped.n
+
+
 def product_of(node: fx.Node) -> Product | None:
-    """The matrix product that a node is; None for other nodes."""
+    """The matrix product that a node is, or the products of a mixture's experts; None for other nodes."""
     packet = G.overload_packet(node)
+    if _is_grouped(node):
+        given = [val for source in node.all_input_nodes if (val := G.tensor(source)) is not None]
+        rows = next((G.hint(val.shape[0]) for val in given if val.dim() == 2), 0)
+        experts = next((list(map(G.hint, val.shape)) for val in given if val.dim() == 3), None)
+        return None if experts is None else Product(experts[0], max(rows // max(experts[0], 1), 1), *experts[1:])
     first = 1 if packet in (aten.addmm, aten.baddbmm) else 0
     if packet not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         return None
@@ -172,6 +205,11 @@ def product_of(node: fx.Node) -> Product | None:
         return None
     *batch, m, k = map(G.hint, a.shape)
     return Product(math.prod(batch), m, k, G.hint(b.shape[-1]))
+
+
+def _is_grouped(node: fx.Node) -> bool:
+    """Whether a node is products of groups of rows, each with a matrix of its own, by the operator's name."""
+    return "grouped_mm" in str(unwrapped(node)[0])
 
 
 def moved_bytes(node: fx.Node) -> int:
@@ -184,7 +222,7 @@ def moved_bytes(node: fx.Node) -> int:
     for i, source in enumerate(node.all_input_nodes):
         nbytes = _bytes(G.value(source))
         read += min(nbytes, given) if i == 0 and packet in _GATHERS else nbytes
-    return read + given
+    return (read + given) * _PASSES.get(packet, 1)
 
 
 def interpolate(points: Mapping[tuple[int, ...], float], at: Sequence[int]) -> float:
@@ -214,7 +252,10 @@ def _tensor(item: Any) -> torch.Tensor | None:
 
 
 def _first(node: fx.Node) -> torch.Tensor | None:
-    """The tensor that a node gives, or the first of several."""
-    val = G.value(node)
-    first = val[0] if isinstance(val, list | tuple) and val else val
-    return first if isinstance(first, torch.Tensor) else None
+    """The tensor that a node gives, or of several the first of numbers; an operator may give its random state, too.
+
+    Of what the partitioner puts around a random operator it is not recorded: then one that goes in.
+    """
+    values = [G.value(node), *map(G.value, node.all_input_nodes)]
+    given = [val for val in pytree.tree_leaves(values) if isinstance(val, torch.Tensor)]
+    return next((val for val in given if val.is_floating_point()), given[0] if given else None)

@@ -12,8 +12,13 @@ from fxckpt.config import Budget
 from fxckpt.errors import SettingsError
 
 
-def budget_bytes(budget: Budget, model: nn.Module) -> int:
+def budget_bytes(budget: Budget, model: nn.Module, beside: int | None = None) -> int:
     """Bytes that the step's peak may take on top of parameters.
+
+    Args:
+        budget: bytes, or a share of the memory of the device that the model lies on.
+        model: whose parameters and buffers a share has to hold, too.
+        beside: bytes that it has to hold beside them, such as those of an optimizer.
 
     Raises:
         SettingsError: a share of a device's memory, and the model lies on none; or its parameters alone take more.
@@ -32,7 +37,8 @@ def budget_bytes(budget: Budget, model: nn.Module) -> int:
             f"budget: {budget.share:.0%} of a device's memory, and the model lies on {device.type}. Give bytes, such "
             'as "24GiB".'
         )
-    left = int(total * budget.share) - sum(t.nbytes for t in tensors)
+    left = int(total * budget.share) - sum(t.nbytes for t in tensors) - (beside or 0)
     if left <= 0:
-        raise SettingsError(f"budget: {budget.share:.0%} of the {total:,} bytes of {device}: the parameters take more.")
+        taken = "parameters and the optimizer" if beside else "parameters"
+        raise SettingsError(f"budget: {budget.share:.0%} of the {total:,} bytes of {device}: the {taken} take more.")
     return left

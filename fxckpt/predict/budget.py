@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from fxckpt.capture.regions import BoundaryLayer
-from fxckpt.config import Settings
+from fxckpt.config import Budget, Settings
 from fxckpt.decide.budget import Chain, Link, cheapest, smallest
 from fxckpt.decide.device import DeviceSpec
 from fxckpt.decide.layers import boundary_layers
@@ -20,9 +19,9 @@ from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Given, Treatment
 from fxckpt.errors import BudgetError, SettingsError
 from fxckpt.predict.amount import budget_bytes
+from fxckpt.predict.capture import Captures
 from fxckpt.predict.chain import Order, find_order, read_chain
 from fxckpt.predict.plan import Planned, Target, plan_step
-from fxckpt.predict.steps import Steps
 
 SAVES: tuple[tuple[str, ...], ...] = (("attention", "matmul"), ("matmul",), ("attention",))
 """What a recomputed layer may save all the same, where the user names nothing. The second is in place of the first for
@@ -36,51 +35,10 @@ NOMINAL = DeviceSpec(
 """In place of a device that is not known. Its seconds compare treatments; nobody is told them."""
 TRIES = 6
 """So often the solver is asked again, with what the capture of its last answer has shown."""
+WHOLE = 12
+"""So many layers are all traced, once. Of more a few stand for all where treatments repeat, which takes two traces."""
 _EARLIER = 1e-6
 """Of equal layers those in front are recomputed: this share of a layer's seconds speaks for it."""
-
-
-def plan_within(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    settings: Settings,
-    target: Target,
-) -> Plan:
-    """The plan of least predicted seconds whose peak is within ``settings.budget``.
-
-    Args:
-        model: the original model. It is not run, nor changed.
-        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
-        settings: as ``transform`` makes them, with a budget; with ``offload`` what leaves the device is chosen, too.
-        target: what it is planned for. Where its device is not known, operations are weighed against bytes by what is
-            usual, and ``predicted_seconds`` is None.
-
-    Raises:
-        BudgetError: no choice is within the budget; the message names the smallest that would do.
-        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
-    """
-    assert settings.budget is not None
-    limit = budget_bytes(settings.budget, model)
-    problem = _Problem(model, batch, settings, target)
-    best: Planned | None = None
-    least, aim = math.inf, limit
-    tried: set[tuple[int, ...]] = set()
-    for _ in range(TRIES):
-        chosen = cheapest(problem.chain, aim)
-        if chosen is None or chosen in tried:
-            break
-        tried.add(chosen)
-        found, cost = problem.plan(chosen), problem.chain.cost(chosen)
-        fits = found.plan.peak_bytes <= limit
-        if fits and cost < least:
-            best, least = found, cost
-        off = found.plan.peak_bytes - problem.chain.peak(chosen)
-        aim = limit - off
-    if best is None:
-        best = problem.lowest()
-        if best.plan.peak_bytes > limit:
-            raise BudgetError(_too_small(best, limit, type(model).__name__))
-    return dataclasses.replace(best.plan, budget_bytes=limit)
 
 
 @dataclass(frozen=True)
@@ -88,27 +46,76 @@ class _Option:
     """A treatment, and the step in which all layers get it."""
 
     treatment: Treatment
-    steps: Steps
-    offloaded: Mapping[str, int]
+    planned: Planned
+
+    @property
+    def offloaded(self) -> dict[str, int]:
+        """Bytes that each layer offloads."""
+        return {one.name: one.offloaded_bytes for one in self.planned.plan.layers}
 
 
-class _Problem:
-    """A step, the treatments that its layers may get, and the chain of what each of these needs."""
+class BudgetPlanner:
+    """Plans of one step that keep budgets. What its layers need is captured once, for as many budgets as are asked.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        settings: Settings,
-        target: Target,
-    ) -> None:
-        self.model, self.batch, self.settings, self.target = model, batch, settings, target
-        self.layers = _innermost(boundary_layers(model, settings.layers))
+    Args:
+        captures: of the original model and a batch.
+        settings: as ``transform`` makes them; with ``offload`` what leaves the device is chosen, too.
+        target: what it is planned for. Where its device is not known, operations are weighed against bytes by what is
+            usual, and ``predicted_seconds`` is None.
+
+    Raises:
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+    """
+
+    def __init__(self, captures: Captures, settings: Settings, target: Target) -> None:
+        self.captures, self.settings, self.target = captures, settings, target
+        self.model = captures.model
+        self.layers = _innermost(boundary_layers(self.model, settings.layers))
+        self.known: dict[tuple[tuple[str, Treatment], ...], Planned] = {}
         self.options = list(self._capture_options())
-        keep = self.options[0].steps
-        self.order: Order = find_order(keep, self.layers)
-        chain = read_chain(self.order, [option.steps for option in self.options])
+        self.order: Order = find_order(self.options[0].planned.steps, self.layers)
+        chain = read_chain(self.order, [option.planned.steps for option in self.options])
         self.chain = Chain(tuple(self._priced(i, link) for i, link in enumerate(chain.links)))
+
+    def within(self, budget: Budget) -> Plan:
+        """The plan of least predicted seconds whose peak is within `budget`.
+
+        Raises:
+            BudgetError: no choice is within it; the message names the smallest that would do.
+        """
+        limit = budget_bytes(budget, self.model, self.settings.optimizer_bytes)
+        alike = ((option.planned, self.chain.cost(self._alike(i))) for i, option in enumerate(self.options))
+        within = [one for one in alike if one[0].plan.peak_bytes <= limit]
+        best, least = min(within, key=lambda one: one[1], default=(None, math.inf))
+        aim = limit
+        tried: set[tuple[int, ...]] = set()
+        for _ in range(TRIES):
+            chosen = cheapest(self.chain, aim)
+            if chosen is None or chosen in tried:
+                break
+            tried.add(chosen)
+            found, cost = self._planned(chosen), self.chain.cost(chosen)
+            fits = found.plan.peak_bytes <= limit
+            if fits and cost < least:
+                best, least = found, cost
+            off = found.plan.peak_bytes - self.chain.peak(chosen)
+            aim = limit - off
+        if best is None:
+            best = self._lowest
+            if best.plan.peak_bytes > limit:
+                raise BudgetError(_too_small(best, limit, type(self.model).__name__))
+        return dataclasses.replace(best.plan, budget_bytes=limit)
+
+    def _alike(self, option: int) -> tuple[int, ...]:
+        """The choice of one option for all layers."""
+        choices = {link.decider: option if len(link.choices) > 1 else 0 for link in self.chain.links}
+        return tuple(choices[decider] for decider in sorted(choices))
+
+    def spread(self, count: int) -> list[Budget]:
+        """So many budgets at equal distances, from the smallest that can be kept to what keeping everything needs."""
+        low, high = self._lowest.plan.peak_bytes, self.options[0].planned.plan.peak_bytes
+        steps = range(count) if low < high else range(1)
+        return [Budget(low + (high - low) * i // max(count - 1, 1)) for i in steps]
 
     def _capture_options(self) -> Iterator[_Option]:
         has_attention = False
@@ -122,23 +129,27 @@ class _Problem:
                     continue
                 raise
             has_attention = has_attention or treatment.save == SAVES[0]
-            yield _Option(treatment, found.steps, {one.name: one.offloaded_bytes for one in found.plan.layers})
+            yield _Option(treatment, found)
 
     def _plan(self, treatments: Mapping[str, Treatment], checked: bool = False) -> Planned:
-        policy = Given(tuple(treatments.items()), checked)
-        settings = dataclasses.replace(self.settings, budget=None, policy=policy, save=())
-        return plan_step(self.model, self.batch, settings, self.target, nominal=NOMINAL)
+        given = tuple(treatments.items())
+        if given not in self.known:
+            settings = dataclasses.replace(self.settings, budget=None, policy=Given(given, checked), save=())
+            fold = self.target.compiled or len(self.layers) > WHOLE
+            self.known[given] = plan_step(self.captures, settings, self.target, nominal=NOMINAL, fold=fold)
+        return self.known[given]
 
-    def plan(self, chosen: Sequence[int]) -> Planned:
+    def _planned(self, chosen: Sequence[int]) -> Planned:
         """The plan of these choices."""
         by_layer: dict[str, Treatment] = {}
         for link, group in zip(self.chain.links[1:-1], self.order.groups, strict=True):
             by_layer |= dict.fromkeys(group, self.options[chosen[link.decider]].treatment)
         return self._plan(by_layer, checked=True)
 
-    def lowest(self) -> Planned:
-        """The plan of the lowest peak: of those that the solver thinks of, and of all layers recomputed alike."""
-        found = [self.plan(smallest(self.chain))]
+    @functools.cached_property
+    def _lowest(self) -> Planned:
+        """The plan of the lowest peak: of the one that the solver thinks of, and of all layers treated alike."""
+        found = [self._planned(smallest(self.chain)), *(option.planned for option in self.options)]
         all_layers = [layer.name for layer in boundary_layers(self.model, self.settings.layers)]
         for offload in (False, True) if self.settings.offload is not None else (False,):
             found.append(self._plan(dict.fromkeys(all_layers, Treatment(save=(), offload=offload))))

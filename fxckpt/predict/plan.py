@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxckpt import torch_private
 from fxckpt.config import Settings
 from fxckpt.decide.cost import flops, total_flops
 from fxckpt.decide.device import DeviceSpec
@@ -22,11 +21,10 @@ from fxckpt.decide.plan import LayerPlan, Plan
 from fxckpt.decide.policy import Given, Treatment, decide_layers
 from fxckpt.decide.seconds import Pace
 from fxckpt.errors import SettingsError
-from fxckpt.pipeline import GraphRecord, current_records
-from fxckpt.predict.capture import capture_step
-from fxckpt.predict.fake import fake_model
-from fxckpt.predict.fold import Fold, find_folds, index_in, short_name, shorten
+from fxckpt.predict.capture import Captures
+from fxckpt.predict.fold import Fold, find_folds, index_in, short_name
 from fxckpt.predict.steps import Steps, read_steps, repeat
+from fxckpt.record import GraphRecord, current_records
 from fxckpt.show import count
 from fxckpt.show.explain import region_figures, type_text
 
@@ -60,14 +58,11 @@ class Planned:
     steps: Steps
 
 
-def make_plan(
-    model: nn.Module, batch: Mapping[str, Any], settings: Settings, target: Target | None = None, *, fold: bool = True
-) -> Plan:
+def make_plan(captures: Captures, settings: Settings, target: Target | None = None, *, fold: bool = True) -> Plan:
     """The plan of one training step of ``transform(model, ...)``.
 
     Args:
-        model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
-        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
+        captures: of the original model and a batch.
         settings: as ``transform`` makes them.
         target: what it is planned for; None: ordinary kernels on a CPU.
         fold: whether equal layers are captured a few times and counted many times, which gives the same plan sooner.
@@ -76,27 +71,22 @@ def make_plan(
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
         NoLayersError: the model has no boundary layer.
     """
-    return plan_step(model, batch, settings, target or Target(), fold=fold).plan
+    return plan_step(captures, settings, target or Target(), fold=fold).plan
 
 
 def plan_step(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    settings: Settings,
-    target: Target,
-    *,
-    nominal: DeviceSpec | None = None,
-    fold: bool = True,
+    captures: Captures, settings: Settings, target: Target, *, nominal: DeviceSpec | None = None, fold: bool = True
 ) -> Planned:
     """As :func:`make_plan`, with the steps; they have seconds of `nominal` where the device is not known."""
+    model = captures.model
     treatments = decide_layers(boundary_layers(model, settings.layers), settings)
     device = target.device or nominal
     pace = None if device is None else Pace(device)
-    captured = _capture_folded(model, batch, settings, treatments, target, pace) if fold else None
+    captured = _capture_folded(captures, settings, treatments, target, pace) if fold else None
     if captured is None:
-        step = capture_step(model, batch, settings, compiled=target.compiled)
+        step = captures.step(settings, compiled=target.compiled)
         captured = _Captured(step.records, (), read_steps(step, pace, one_memory=target.one_memory))
-    plan = _count(captured, model, batch, settings, treatments, target.compiled)
+    plan = _count(captured, model, captures.batch, settings, treatments, target.compiled)
     seconds = None if target.device is None else _seconds(captured.steps, plan, pace)
     return Planned(dataclasses.replace(plan, predicted_seconds=seconds), captured.steps)
 
@@ -111,8 +101,7 @@ class _Captured:
 
 
 def _capture_folded(
-    model: nn.Module,
-    batch: Mapping[str, Any],
+    captures: Captures,
     settings: Settings,
     treatments: Mapping[str, Treatment],
     target: Target,
@@ -122,17 +111,14 @@ def _capture_folded(
     kept, offload = KEPT_PERIODS + (KEPT_FOR_KERNELS if target.compiled else 0), settings.offload
     if offload is not None:  # transfers reach over so many layers at both ends
         kept += 2 * max(1, (offload.max_in_flight + offload.prefetch) // 2)
-    folds = find_folds(model, treatments, kept)
+    folds = find_folds(captures.model, treatments, kept)
     if not folds:
         return None
-    with torch_private.fake_tensors():
-        short = fake_model(model)
-    shorten(short, folds)
     chosen = {short_name(name, folds): treatment for name, treatment in treatments.items()}  # of equal ones, equal
     checked = isinstance(settings.policy, Given) and settings.policy.checked
     settings = dataclasses.replace(settings, policy=Given(tuple(chosen.items()), checked))
     try:
-        step = capture_step(short, batch, settings, compiled=target.compiled)
+        step = captures.step(settings, folds, compiled=target.compiled)
         steps: Steps | None = read_steps(step, pace, one_memory=target.one_memory)
     except SettingsError:  # save= names nothing that a layer computes: nor would all of them
         raise
@@ -173,6 +159,7 @@ def _count(
         flops=total["flops"],
         recomputed_flops=total["again"],
         peak_bytes=captured.steps.peak_bytes,
+        optimizer_bytes=settings.optimizer_bytes,
     )
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.config import Offload, Settings
 from fxckpt.decide.kernels import simulate_kernels
 from fxckpt.decide.memory import GraphTimeline, simulate
 from fxckpt.decide.plan import Plan
-from fxckpt.pipeline import GraphRecord, current_records, step_graphs
-from fxckpt.predict.capture import CapturedStep, capture_step
+from fxckpt.predict.capture import CapturedStep, Captures
 from fxckpt.predict.plan import Target
 from fxckpt.predict.steps import with_schedules
 from fxckpt.predict.sweep import Progress, make_sweep, row_of, usual_settings
+from fxckpt.record import GraphRecord, current_records, step_graphs
 from fxckpt.show.report import Run, render_report
 from fxckpt.show.report_data import begun_at_once
 from fxckpt.show.sweep import Sweep, SweepRow
@@ -39,22 +38,22 @@ class Report:
 
 
 def make_report(
-    model: nn.Module,
-    batch: Mapping[str, Any],
+    captures: Captures,
     settings: Settings,
     target: Target | None = None,
     *,
+    budgets: int = 0,
     on_progress: Progress = lambda done, total, what: None,
 ) -> Report:
     """The page about one training step of ``transform(model, ...)``.
 
-    For its pictures the step is captured with all of its layers, two times.
+    For its pictures the step is captured with all of its layers.
 
     Args:
-        model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
-        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
+        captures: of the original model and a batch.
         settings: as ``transform`` makes them.
         target: what it is planned for; None: ordinary kernels on a CPU.
+        budgets: so many rows with budgets stand among the settings side by side.
         on_progress: told before each capture.
 
     Raises:
@@ -67,14 +66,14 @@ def make_report(
 
     target = target or Target()
     choices = [*usual_settings(settings, settings.offload or Offload()), settings]
-    sweep = make_sweep(model, batch, choices, target, on_progress=tell)
+    sweep = make_sweep(captures, choices, target, budgets=budgets, on_progress=tell)
     number = len(sweep.rows)
-    planned = row_of(sweep, model, settings)
+    planned = row_of(sweep, captures.model, settings)
     chosen = replace(settings, budget=None, policy=planned.plan.policy)
     tell(number, number, "memory with nothing recomputed")
-    before = _run(sweep.rows[0], capture_step(model, batch, choices[0], compiled=target.compiled), target)
+    before = _run(sweep.rows[0], captures.step(choices[0], compiled=target.compiled), target)
     tell(number + 1, number, f"memory with {planned.name}")
-    after = _run(planned, capture_step(model, batch, chosen, compiled=target.compiled), target)
+    after = _run(planned, captures.step(chosen, compiled=target.compiled), target)
     return Report(planned.plan, sweep, render_report(sweep, before, after))
 
 

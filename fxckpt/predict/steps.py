@@ -10,9 +10,9 @@ from fxckpt.decide.kernels import StepSchedules, simulate_kernels
 from fxckpt.decide.memory import simulate
 from fxckpt.decide.seconds import Pace
 from fxckpt.errors import CaptureError
-from fxckpt.pipeline import GraphRecord, current_records, step_graphs
 from fxckpt.predict.capture import CapturedStep
 from fxckpt.predict.fold import Fold, index_in, shifted
+from fxckpt.record import GraphRecord, current_records, step_graphs
 from fxckpt.torch_private import Schedule
 
 
@@ -74,15 +74,28 @@ def _kernels(
     records: Sequence[GraphRecord], schedules: Sequence[Schedule], pace: Pace | None, one_memory: bool
 ) -> Steps:
     pairs = with_schedules(records, schedules, one_memory)
-    steps, seconds = Steps([], [], 0), []
+    steps = Steps([], [], 0)
+    seconds: list[float | None] = []
     graphs = [pair.forward for pair in pairs] + [pair.backward for pair in reversed(pairs)]
     for timeline, schedule in zip(simulate_kernels(pairs), graphs, strict=True):
         transfers = [any(map(G.is_transfer, kernel.nodes)) for kernel in schedule.kernels]
         modules = ["" if moves else m for moves, m in zip(transfers, timeline.modules, strict=True)]
         backward = steps.backward + (0 if timeline.is_backward else len(modules))
         steps = Steps([*steps.levels, *timeline.totals], [*steps.modules, *modules], backward)
-        seconds += [None if pace is None else pace.of_kernel(kernel) for kernel in schedule.kernels]
+        seconds += [None] * len(modules) if pace is None else _seconds(schedule, pace)
     return replace(steps, seconds=_all_known(seconds))
+
+
+def _seconds(schedule: Schedule, pace: Pace) -> list[float | None]:
+    allocated: dict[int, list[int]] = {}
+    for value in schedule.values:
+        if not (value.is_input or value.is_reserve or value.is_heir):
+            allocated.setdefault(value.first, []).append(value.nbytes)
+    found = []
+    for i, kernel in enumerate(schedule.kernels):
+        seconds = pace.of_kernel(kernel)
+        found.append(None if seconds is None else seconds + pace.new(allocated.get(i, [])))
+    return found
 
 
 def with_schedules(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,8 +13,12 @@ from fxckpt.config import Offload, Settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Given, decide_layers
+from fxckpt.predict.capture import Captures
 from fxckpt.predict.plan import Target, make_plan
 from fxckpt.show.sweep import Sweep, SweepRow
+
+if TYPE_CHECKING:
+    from fxckpt.predict.budget import BudgetPlanner
 
 EVERY_N = (1, 2, 3, 4)
 NOTHING = "nothing recomputed"
@@ -54,30 +58,54 @@ def usual_settings(settings: Settings, offload: Offload | None) -> list[Settings
     return [plain, *chosen]
 
 
-def plan_settings(model: nn.Module, batch: Mapping[str, Any], settings: Settings, target: Target) -> Plan:
-    """The plan of a step under `settings`, which may have a budget; for errors see whichever of the two makes it."""
-    if settings.budget is None:
-        return make_plan(model, batch, settings, target)
-    within = importlib.import_module("fxckpt.predict.budget")  # its solver takes longer to import than all of fxckpt
-    plan: Plan = within.plan_within(model, batch, settings, target)
-    return plan
+def plan_settings(captures: Captures, settings: Settings, target: Target) -> Plan:
+    """The plan of a step under `settings`, which may have a budget.
+
+    Raises:
+        BudgetError: no choice is within the budget.
+        CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
+        NoLayersError: the model has no boundary layer.
+    """
+    return _Planners(captures, target).plan(settings)
+
+
+class _Planners:
+    """Plans of one step under any settings, which share what they capture."""
+
+    def __init__(self, captures: Captures, target: Target) -> None:
+        self.captures, self.target = captures, target
+        self.made: dict[Settings, BudgetPlanner] = {}
+
+    def plan(self, settings: Settings) -> Plan:
+        if settings.budget is None:
+            return make_plan(self.captures, settings, self.target)
+        return self.of(settings).within(settings.budget)
+
+    def of(self, settings: Settings) -> BudgetPlanner:
+        """What plans within budgets, of the other settings."""
+        settings = replace(settings, budget=None)
+        if settings not in self.made:
+            module = importlib.import_module("fxckpt.predict.budget")  # its solver takes longer to import than fxckpt
+            self.made[settings] = module.BudgetPlanner(self.captures, settings, self.target)
+        return self.made[settings]
 
 
 def make_sweep(
-    model: nn.Module,
-    batch: Mapping[str, Any],
+    captures: Captures,
     choices: list[Settings],
     target: Target | None = None,
     *,
+    budgets: int = 0,
     on_progress: Progress | None = None,
 ) -> Sweep:
     """Plan one training step under each of the `choices`.
 
     Args:
-        model: the original model, in the mode (training or not) that it is to run in. It is not run, nor changed.
-        batch: keyword arguments of a call. Only shapes, types and strides of its tensors matter.
+        captures: of the original model and a batch.
         choices: what to plan. One that treats all layers as an earlier one does is left out.
         target: what the step is planned for; None: ordinary kernels on a CPU.
+        budgets: so many rows follow, each with a budget, from the smallest that can be kept to what it takes to keep
+            everything; with offload where any of the `choices` has it, unless it goes to the memory it comes from.
         on_progress: told before each row.
 
     Raises:
@@ -86,13 +114,26 @@ def make_sweep(
     """
     different: dict[Any, Settings] = {}
     for settings in choices:
-        different.setdefault(_treatments(model, settings), settings)
+        different.setdefault(_treatments(captures.model, settings), settings)
+    planners = _Planners(captures, target or Target())
     rows: list[SweepRow] = []
-    for settings in different.values():
+
+    def plan(settings: Settings) -> None:
         name = settings_name(settings)
         if on_progress is not None:
-            on_progress(len(rows), len(different), name)
-        rows.append(SweepRow(name, plan_settings(model, batch, settings, target or Target())))
+            on_progress(len(rows), len(different) + budgets, name)
+        rows.append(SweepRow(name, planners.plan(settings)))
+
+    for settings in different.values():
+        plan(settings)
+    if budgets:
+        if on_progress is not None:
+            on_progress(len(rows), len(different) + budgets, "budgets")
+        offloads = (one.offload for one in choices if one.offload is not None)
+        useful = (one for one in offloads if one.to == "disk" or not planners.target.one_memory)
+        free = replace(choices[0], policy=None, offload=next(useful, None), save=())
+        for budget in planners.of(free).spread(budgets):
+            plan(replace(free, budget=budget))
     return Sweep(tuple(rows))
 
 

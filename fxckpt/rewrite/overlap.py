@@ -180,9 +180,7 @@ def order_reloads(
     nodes = list(backward.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     gradients = find_gradients(nodes)
-    staying = {n for n in nodes if n.op == "placeholder" and n.name in inputs}
-    staying |= {G.view_base(n) for n in G.output_args(backward) if isinstance(n, fx.Node)}
-    alive = G.bytes_alive(nodes, staying)
+    alive = bytes_alive(backward, inputs)
     starts = [order[group[0]] for group in groups]
     first = next(i for i, n in enumerate(nodes) if n.op != "placeholder")
     ends = [order[group[-1]] for group in groups]  # some of a region's parts may be read late
@@ -207,6 +205,14 @@ def order_reloads(
         else:
             for reload in one.reloads:
                 begin.prepend(reload)
+
+
+def bytes_alive(backward: fx.Graph, inputs: Container[str]) -> list[int]:
+    """Bytes alive at each node of the backward, beside what is returned and the placeholders of the names `inputs`."""
+    nodes = list(backward.nodes)
+    staying = {n for n in nodes if n.op == "placeholder" and n.name in inputs}
+    staying |= {G.view_base(n) for n in G.output_args(backward) if isinstance(n, fx.Node)}
+    return G.bytes_alive(nodes, staying)
 
 
 @dataclass

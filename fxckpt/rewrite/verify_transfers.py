@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.errors import VerifyError
+from fxckpt.rewrite.overlap import bytes_alive
 from fxckpt.rewrite.phases import first_reader, region_of_reload
 
 
@@ -19,12 +20,16 @@ class Limits:
 
     Attributes:
         max_in_flight: storages that are being offloaded.
-        prefetch: regions for which reloads have started; with 0, the one that comes next; None where there
-            is no limit but memory.
+        prefetch: regions for which reloads have started; with 0, the one that comes next; None where `ceiling` is the
+            limit.
+        ceiling: the most bytes alive in the backward, or None where `prefetch` is the limit.
+        inputs: names of the backward's inputs that these bytes are beside.
     """
 
     max_in_flight: int
     prefetch: int | None
+    ceiling: int | None = None
+    inputs: Collection[str] = ()
 
 
 def check_transfers(
@@ -130,6 +135,8 @@ def check_limits(forward: fx.Graph, backward: fx.Graph, limits: Limits, where: s
                 raise VerifyError(f"{where}: at {node.name} more than {limits.max_in_flight} offloads are under way.")
         elif G.is_wait_offload(node):
             under_way[G.view_base(node.args[1])] -= 1
+    if limits.ceiling is not None and (most := max(bytes_alive(backward, limits.inputs))) > limits.ceiling:
+        raise VerifyError(f"{where}: reloads that start early lift the peak to {most} bytes, above {limits.ceiling}.")
     if limits.prefetch is None:
         return
     regions: Counter[object] = Counter()

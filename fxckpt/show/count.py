@@ -25,7 +25,7 @@ from torch import fx
 import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
 from fxckpt import graph as G
 from fxckpt.capture.regions import Region
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fxckpt.capture.regions import Region
 from fxckpt.config import Settings
 from fxckpt.decide.cost import total_flops
 from fxckpt.decide.graph_plan import Boundary, RegionPlan
-from fxckpt.pipeline import GraphRecord, current_records
+from fxckpt.record import GraphRecord, current_records
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.show import count
 from fxckpt.show.data import BoundaryFigures, Explanation, GraphFigures, RegionFigures, SavedValue, Why

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxckpt import graph as G
 from fxckpt.decide.cost import total_flops
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from fxckpt.show import count
 from fxckpt.show.data import SavedValue
 from fxckpt.show.explain import region_figures, type_text

@@ -28,8 +28,10 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
     """Names and texts of the plan's totals."""
     place = "nowhere" if plan.offload is None else "a disk" if plan.offload.to == "disk" else "the host"
     seconds = predicted_seconds(plan)
+    state = plan.optimizer_bytes
     return [
         ("parameters and buffers", bytes_text(plan.parameter_bytes)),
+        *([("what the optimizer keeps", bytes_text(state))] if state is not None else []),
         ("peak of the step on top of them, gradients included", bytes_text(plan.peak_bytes)),
         ("saved for backward on the device", bytes_text(plan.saved_bytes)),
         (f"offloaded to {place}", bytes_text(plan.offloaded_bytes)),

@@ -45,6 +45,7 @@ class ScheduledValue:
         is_input: whether it comes from outside, and is free after its last reader.
         is_output: whether it stays when the graph ends.
         is_reserve: whether it is a value no more, but memory kept for a later one.
+        is_heir: whether it takes over memory of an earlier one.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ScheduledValue:
     is_input: bool
     is_output: bool
     is_reserve: bool = False
+    is_heir: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ def _as_generated(schedule: Schedule, lowering: Any) -> Schedule:
         if value.name in lowering.removed_buffers:
             continue
         until = first.get(heirs.get(value.name, ""), value.last + 1)
-        values.append(replace(value, last=min(value.last, until - 1)))
+        is_heir = value.name in heirs.values()
+        values.append(replace(value, last=min(value.last, until - 1), is_heir=is_heir))
         values.append(replace(value, first=value.last + 1, last=until - 1, nodes=(), is_input=False, is_reserve=True))
     return replace(schedule, values=tuple(value for value in values if value.is_input or value.last >= value.first))
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt import graph as G
 from fxckpt import torch_private
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 
 
 @dataclass(frozen=True)

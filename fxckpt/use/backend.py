@@ -14,7 +14,7 @@ from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.errors import CaptureError, UnsupportedError
-from fxckpt.pipeline import Frame
+from fxckpt.record import Frame
 from fxckpt.runtime.cuda import NO_CUDA_GRAPHS
 from fxckpt.use import state as states
 from fxckpt.use.absent import dependence, keep_absent

@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import fx
 
+from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.errors import CaptureError, UnsupportedError
-from fxckpt.pipeline import GraphRecord, rewrite
+from fxckpt.pipeline import rewrite
+from fxckpt.record import GraphRecord
 from fxckpt.torch_private import JointCapture
 from fxckpt.use import state as states
-from fxckpt.use.state import Compilation, Inspected, State
+from fxckpt.use.state import Compilation, Inspected, Joint, State
 
 
 def install() -> None:
@@ -29,6 +31,11 @@ def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
     request = state.request(capture, compilation.root, compilation.frame)
 
     def run(partition: Any, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        if state.joints is not None:
+            context = torch_private.CaptureContext.now()
+            state.joints.append(
+                Joint(compilation, capture, context, partition, G.snapshot(joint), inputs, dict(kwargs))
+            )
         forward, backward, record = rewrite(partition, joint, inputs, kwargs, request)
         state.add(record)
         if compilation.inlined:

@@ -22,10 +22,11 @@ from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Treatment, decide_layers
 from fxckpt.errors import CaptureError
-from fxckpt.pipeline import Frame, GraphRecord, Request
+from fxckpt.pipeline import Request
+from fxckpt.record import Frame, GraphRecord
 from fxckpt.runtime.stats import TransferStats
 from fxckpt.runtime.store import Store, shared
-from fxckpt.torch_private import JointCapture, captured_function
+from fxckpt.torch_private import CaptureContext, JointCapture, captured_function
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class State:
         inlined: number of the last compilation that had the model inside somebody else's frame.
         store: its transfers.
         plan: what was chosen to keep the budget, from the first call on.
+        joints: the captured joint graphs as they came, kept where somebody wants to rewrite them once more.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class State:
     inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
     plan: Plan | None = None
+    joints: list[Joint] | None = None
     _patterns: dict[int, tuple[Treatment | None, ...]] = field(default_factory=dict)
     key: str = field(init=False)
     store: Store = field(init=False)
@@ -255,6 +258,29 @@ class Compilation:
     frame: Frame = field(default_factory=Frame)
     inspect_only: bool = False
     inlined: bool = False
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A captured joint graph before any pass, and what rewriting it takes.
+
+    Attributes:
+        compilation: what was being compiled.
+        capture: what AOTAutograd told of it.
+        context: what it was captured under.
+        partition: PyTorch's partitioner.
+        graph: the graph; rewriting works on a copy.
+        inputs: its inputs, for the partitioner.
+        options: the partitioner's options.
+    """
+
+    compilation: Compilation
+    capture: JointCapture
+    context: CaptureContext
+    partition: Callable[..., Any]
+    graph: fx.GraphModule
+    inputs: Any
+    options: Mapping[str, Any]
 
 
 class Inspected(Exception):

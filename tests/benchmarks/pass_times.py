@@ -18,7 +18,7 @@ import torch
 
 import fxckpt
 from fxckpt import pipeline
-from fxckpt.pipeline import GraphRecord
+from fxckpt.record import GraphRecord
 from fxckpt.use import hook
 
 

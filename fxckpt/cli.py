@@ -56,9 +56,12 @@ Layers = Annotated[
     list[str] | None, typer.Option(help="Name pattern of fxckpt's boundary layers, for plain PyTorch; repeatable.")
 ]
 Dropout = Annotated[str, typer.Option(help="on: as configured. off: all rates are 0.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code beside config.json that it names; read it before.")
+]
 Planned = Annotated[str | None, typer.Argument(metavar="MODEL", help="As for bench, where no --config is given.")]
 Config = Annotated[
-    Path | None, typer.Option(help="A folder with config.json, or such a file. Code beside it is never run.")
+    Path | None, typer.Option(help="A folder with config.json, or such a file. Code beside it is not run.")
 ]
 EveryN = Annotated[int, typer.Option(help="Every n-th layer is recomputed.")]
 ToHost = Annotated[bool, typer.Option("--offload", help="Boundary activations go to the host.")]
@@ -87,6 +90,7 @@ def bench(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "off",
+    trust: Trust = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw memory against time (.png, .svg).")] = None,
 ) -> None:
@@ -95,7 +99,7 @@ def bench(
     Each variant runs in its own process, and they take turns step by step. Exits with 1 if a variant of fxckpt failed.
     """
     _check_files(json_file, plot_file)
-    spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout)
+    spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout, trust)
     with _Bar() as show:
         ways = variants.split(",")
         result = run_bench(spec, ways, steps=steps, rounds=rounds, warmup=warmup, threads=threads, on_progress=show)
@@ -119,13 +123,14 @@ def timeline(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "off",
+    trust: Trust = False,
     rows: Annotated[int, typer.Option(min=1, help="Values shown for each graph.")] = 16,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the bytes over the steps.")] = None,
 ) -> None:
     """Show what is in memory at the peak of a captured training step: which values, of which layers, made where."""
     _check_files(json_file, plot_file)
-    spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout)
+    spec = _spec(model, batch, seq, dtype, device, overrides, layers, dropout, trust)
     ways = variants.split(",")
     for way in ways:  # a mistake is told before anything is compiled
         captured_variant(way)
@@ -151,6 +156,7 @@ def plan(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "on",
+    trust: Trust = False,
     save: Annotated[
         list[str] | None, typer.Option(help="What recomputed layers save all the same, such as attention.")
     ] = None,
@@ -180,12 +186,9 @@ def plan(
     the plans.
     """
     _check_files(json_file, None, html_file)
-    spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
+    spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout, trust)
     settings = _settings(spec, every_n, offload, save, budget)
-    if (budgets and not (side_by_side or html_file is not None)) or budgets == 1:
-        raise SettingsError(
-            "--budgets takes how many budgets to plan for, at least 2, and goes with --sweep or --html."
-        )
+    _check_budgets(budgets, side_by_side or html_file is not None)
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
@@ -219,6 +222,7 @@ def explain(
     overrides: Overrides = None,
     layers: Layers = None,
     dropout: Dropout = "on",
+    trust: Trust = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Show what a training step saves for backward: why, from which source line, and how many bytes.
@@ -226,7 +230,7 @@ def explain(
     The step is captured without memory for its weights and activations; nothing is run.
     """
     _check_files(json_file, None)
-    spec = _spec(_planned("explain", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout)
+    spec = _spec(_planned("explain", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout, trust)
     settings = _settings(spec, every_n, offload)
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
@@ -273,6 +277,13 @@ def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path
             raise SettingsError(f"{option} {file}: there is no such folder.")
 
 
+def _check_budgets(budgets: int, compares: bool) -> None:
+    if budgets == 1 or (budgets and not compares):
+        raise SettingsError(
+            "--budgets takes how many budgets to plan for, at least 2, and goes with --sweep or --html."
+        )
+
+
 def _planned(command: str, model: str | None, config: Path | None) -> str:
     if (model is None) == (config is None):
         raise SettingsError(f"{command}: give a model, or --config with a folder or a file.")
@@ -294,11 +305,12 @@ def _spec(
     overrides: list[str] | None,
     layers: list[str] | None,
     dropout: str,
+    trust: bool,
 ) -> ModelSpec:
     if dropout not in ("on", "off"):
         raise SettingsError(f"--dropout {dropout}: use on or off.")
     changed, names = parse_overrides(overrides or ()), tuple(layers or ())
-    return ModelSpec(model, batch, seq, dtype, device, changed, names, dropout == "on")
+    return ModelSpec(model, batch, seq, dtype, device, changed, names, dropout == "on", trust)
 
 
 class _Bar(Progress):

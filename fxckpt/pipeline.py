@@ -41,6 +41,7 @@ from fxckpt.rewrite.bases import save_bases
 from fxckpt.rewrite.masks import drop_known_masks
 from fxckpt.rewrite.obey import (
     copy_changed_inputs,
+    describe_random,
     drop_foreign_tags,
     hold_boundaries,
     random_operators,
@@ -162,6 +163,7 @@ def _hold(run: _Run) -> None:
 def _release(run: _Run) -> None:
     assert run.forward is not None and run.backward is not None
     release_boundaries(run.forward.graph, run.backward.graph)
+    describe_random(run.forward.graph, run.backward.graph)
 
 
 def _tags(run: _Run) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from transformers import dynamic_module_utils
 
+import fxckpt
 from fxckpt import cli
 from fxckpt.bench.plot import check_plot, plot
 from fxckpt.bench.process import WorkerError, WorkerProcess
@@ -94,6 +96,55 @@ def plain_model(tmp_path: Path) -> Path:
     file = tmp_path / "plain_model.py"
     file.write_text(PLAIN_MODEL, encoding="utf-8")
     return file
+
+
+OWN_CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, vocab_size=64, width=16, layers=2, **others):
+        self.vocab_size, self.width, self.layers = vocab_size, width, layers
+        super().__init__(**others)
+"""
+OWN_MODEL = """
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutput
+
+from .configuration_own import OwnConfig
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+class OwnForCausalLM(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Layer(config.width) for _ in range(config.layers))
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return CausalLMOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+"""
 
 
 # ---- variants ---------------------------------------------------------------------------------------------------
@@ -216,6 +267,32 @@ def test_a_folder_with_a_configuration(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert batch["labels"].shape == (2,)
     assert any(m.p for m in model.modules() if isinstance(m, nn.Dropout))
+
+
+def test_a_folder_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run where that is asked for, and refused else."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "configuration_own.py").write_text(OWN_CONFIGURATION, encoding="utf-8")
+    (folder / "modeling_own.py").write_text(OWN_MODEL, encoding="utf-8")
+    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    fields = {"model_type": "own", "auto_map": code, "width": 24}
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"code of its own .* --trust-remote-code"):
+        load(ModelSpec(str(folder)))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    spec = ModelSpec(str(folder), batch=3, seq=8, overrides={"layers": 5}, trust_remote_code=True)
+    model, batch = load(spec, shapes=True)
+    assert type(model).__name__ == "OwnForCausalLM" and batch["labels"].shape == (3, 8)
+    plan = fxckpt.plan(model, batch, every_n=2)
+    assert [layer.treatment for layer in plan.layers] == ["recompute", "keep", "recompute", "keep", "recompute"]
+    assert plan.parameter_bytes == 4 * (64 * 24 * 2 + 5 * (24 * 24 + 24))
+    real, batch = load(spec)
+    assert TrainingStep(real, real, batch, 0).timed() > 0
+    fields["auto_map"] = {"AutoConfig": code["AutoConfig"]}
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(SettingsError, match="code of the folder is for none of the tasks"):
+        load(spec)
 
 
 @pytest.mark.parametrize("function", ["make", "fixed", "typed"])

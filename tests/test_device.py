@@ -267,7 +267,7 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.disks[0].folder == str(tmp_path) and found.disks[0].read > 1e5 and found.disks[0].write > 1e5
     assert found.products is not None and len(found.products) == 3 * 2 * 8
     assert found.attention is not None and len(found.attention) == 3 * 2 * 4
-    assert found.functions is not None and set(found.functions) == {"exp", "tanh", "erf"}
+    assert found.functions is not None and set(found.functions) == {"exp", "tanh", "erf", "scatter"}
     assert found.fresh is not None and found.fresh > 0 and found.call is not None and 1e-8 < found.call < 1e-3
     assert "measured on 20" in found.source
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "out.json"]

@@ -37,6 +37,10 @@ SPECS = {
         overrides={"vocab_size": 256, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4},
     ),
     "vit": ModelSpec("vit", batch=8, device=DEVICE, overrides={**WIDTHS, "num_hidden_layers": 3, "image_size": 128}),
+    "mixtral": ModelSpec(  # its products of experts count as random to PyTorch's partitioner
+        "mixtral", batch=2, seq=512, device=DEVICE, overrides={**DECODER, "num_local_experts": 4}
+    ),
+    "bert with dropout": ModelSpec("bert", batch=4, seq=256, device=DEVICE, overrides=ENCODER, dropout=True),
 }
 SETTINGS: list[dict[str, Any]] = [{}, {"every_n": 2}, {"offload": True}, {"every_n": 2, "offload": "disk"}]
 

@@ -131,12 +131,17 @@ def test_functions() -> None:
 
 
 def test_large_values_get_new_memory() -> None:
-    node = node_of(torch.add, (8 << 20,), (8 << 20,))
-    moved = 3 * (32 << 20) / BANDWIDTH
-    assert Pace(device()).of_node(node) == moved
-    assert Pace(device(fresh=1e8)).of_node(node) == moved + (32 << 20) / 1e8
-    smaller = node_of(torch.add, (7 << 20,), (7 << 20,))
-    assert Pace(device(fresh=1e8)).of_node(smaller) == 3 * (28 << 20) / BANDWIDTH
+    assert Pace(device()).new([32 << 20]) == 0.0
+    assert Pace(device(fresh=1e8)).new([32 << 20, 48 << 20, 28 << 20]) == (80 << 20) / 1e8
+
+
+def test_scattered_values_are_added_one_by_one() -> None:
+    def scatter(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.index_put(out, [torch.zeros(64, dtype=torch.long)], values, True)
+
+    node = node_of(scatter, (8, 16), (64, 16))
+    assert Pace(device(functions={"scatter": 1e3})).of_node(node) == pytest.approx(64 * 16 / 1e3)
+    assert (Pace(device()).of_node(node) or 1.0) < 64 * 16 / 1e3
 
 
 def test_grouped_products() -> None:

@@ -18,16 +18,18 @@ PRODUCT_SIZES = (32, 256, 2048, 16384)
 BATCHED_SIZES = (32, 512)
 BATCHED_VALUES = 1 << 22
 """Values of the largest matrix of many products done at once, all together."""
-TOKENS, HEADS = (128, 1024), (32, 128)
+TOKENS, HEADS = (128, 512, 1024, 2048), (32, 128)
 """Sizes of the attention measured, each with each."""
 ATTENTION_VALUES = 1 << 22
 """Scores of the attention measured, all heads together."""
 VALUES = 1 << 22
 """Values of the tensors that functions are measured on."""
+ROW = 256
+"""Values that go to one place where rows are scattered."""
 FRESH_BYTES = 64 << 20
 """More than a C library keeps for the next allocation."""
 CALLS = 1000
-REPEATS = 3
+REPEATS = 5
 LEAST_SECONDS = 2e-3
 """What takes less is done several times between two looks at the clock."""
 
@@ -70,11 +72,15 @@ def attention_rates(device: torch.device, dtype: torch.dtype) -> Iterator[Attent
 
 
 def function_rates(device: torch.device) -> dict[str, float]:
-    """Values per second of functions that take many instructions, by name."""
+    """Values per second of functions that take many instructions, and of adding rows where indices say, by name."""
     x = torch.randn(VALUES, device=device)
     out = torch.empty_like(x)
     functions = {"exp": torch.exp, "tanh": torch.tanh, "erf": torch.erf}
-    return {name: VALUES / median_seconds(functools.partial(f, x, out=out), device) for name, f in functions.items()}
+    rates = {name: VALUES / median_seconds(functools.partial(f, x, out=out), device) for name, f in functions.items()}
+    rows = x[: VALUES // 4].view(-1, ROW)
+    places = torch.randperm(len(rows), device=device)
+    scatter = functools.partial(torch.zeros_like(rows).index_put_, (places,), rows, accumulate=True)
+    return {**rates, "scatter": rows.numel() / median_seconds(scatter, device)}
 
 
 def memory_rate(device: torch.device) -> float:

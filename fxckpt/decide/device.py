@@ -96,7 +96,8 @@ class DeviceSpec:
         disks: disks that were measured.
         products: rates of products by size; None, as for all that follows, where unknown.
         attention: rates of attention by size.
-        functions: values per second of functions that take many instructions, by name: ``exp``, ``tanh``, ``erf``.
+        functions: values per second of functions that take many instructions, by name: ``exp``, ``tanh``, ``erf``; and
+            of ``scatter``, which adds rows of values where indices say.
         fresh: bytes per second of first writes to memory that is new to the process.
         call: seconds that a call of an operator takes at least.
     """

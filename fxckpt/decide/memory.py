@@ -1,7 +1,7 @@
 """What is in memory at each moment of a training step, by the lifetimes of its graphs' storages.
 
 A graph that runs node by node holds exactly its storages: this is what ``t(**batch)`` does. What an operator allocates
-inside itself for as long as it runs is not known: little in most, much in some, such as the products of many experts.
+inside itself for as long as it runs is little in most; where it is much it is known (``decide/workspace.py``).
 
 Counted are the bytes on top of what is there before the step: neither parameters nor the batch. Gradients of parameters
 count from when they are made.
@@ -17,6 +17,7 @@ from itertools import accumulate
 from torch import fx
 
 from fxckpt import graph as G
+from fxckpt.decide.workspace import workspace_nbytes
 
 SAVED, RECOMPUTED, OF_PARAMETERS, OTHER = "saved for backward", "recomputed", "parameters' gradients", "other"
 KINDS = (SAVED, RECOMPUTED, OF_PARAMETERS, OTHER)
@@ -176,6 +177,7 @@ class ForwardStorages:
             last = end if storage in saved or storage in self.returned else life.last
             kind = SAVED if storage in saved else OTHER
             values.append(value_of(storage, self.nbytes(storage), kind, life.first, last))
+        values += _workspaces(self.nodes) if self.one_memory else []
         modules = tuple(map(module_path, self.nodes))
         return GraphTimeline(False, modules, tuple(v for v in values if v.nbytes), around)
 
@@ -198,7 +200,14 @@ def _backward(step: StepGraphs, forward: ForwardStorages, around: int) -> GraphT
     for source, last in last_read.items():
         if source in forward.lifetimes:
             values.append(value_of(source, forward.nbytes(source), SAVED, 0, last))
+    values += _workspaces(nodes) if step.one_memory else []
     return GraphTimeline(True, tuple(map(module_path, nodes)), tuple(v for v in values if v.nbytes), around)
+
+
+def _workspaces(nodes: Sequence[fx.Node]) -> list[Value]:
+    """What nodes need inside themselves."""
+    needs = [(i, node, workspace_nbytes(node)) for i, node in enumerate(nodes) if node.op == "call_function"]
+    return [value_of((node, None), nbytes, OTHER, i, i) for i, node, nbytes in needs if nbytes]
 
 
 def copy_nbytes(offload: fx.Node) -> int:

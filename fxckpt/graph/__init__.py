@@ -30,10 +30,12 @@ from fxckpt.graph.operators import draws_random as draws_random
 from fxckpt.graph.operators import is_offload as is_offload
 from fxckpt.graph.operators import is_order as is_order
 from fxckpt.graph.operators import is_reload as is_reload
+from fxckpt.graph.operators import is_rng_state as is_rng_state
 from fxckpt.graph.operators import is_transfer as is_transfer
 from fxckpt.graph.operators import is_wait_offload as is_wait_offload
 from fxckpt.graph.operators import is_wait_reload as is_wait_reload
 from fxckpt.graph.operators import makes_seeds as makes_seeds
+from fxckpt.graph.operators import target_name as target_name
 from fxckpt.graph.operators import wait_for as wait_for
 from fxckpt.graph.operators import waits_for as waits_for
 from fxckpt.graph.sizes import hint as hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,19 @@ def wait_for(node: fx.Node, first: Iterable[fx.Node]) -> None:
     """Let a transfer node, whose ``first`` stands last among its arguments, come after `first` too."""
     wanted = dict.fromkeys([*waits_for(node), *first])
     node.args = (*node.args[:-1], list(wanted))
+
+
+def target_name(node: fx.Node) -> str:
+    """The name of the function that `node` calls."""
+    return str(getattr(node.target, "__name__", ""))
+
+
+def is_rng_state(node: fx.Node) -> bool:
+    """Whether `node` is a state of the random number generator, saved to draw the same numbers again."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or target_name(source) != "run_and_save_rng_state":
+        return False
+    return bool(node.args[1] == 0)
 
 
 def makes_seeds(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from fxckpt.errors import SettingsError
 from fxckpt.models.spec import ModelSpec
-from fxckpt.models.tasks import Batch, find_task
+from fxckpt.models.tasks import Batch, Task, find_task, task_of_code
 
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 _SHAPE = "(model, batch): a torch.nn.Module and a dict of its keyword arguments"
@@ -111,16 +111,44 @@ def _from_file(spec: ModelSpec, file: Path, shapes: bool) -> tuple[nn.Module, Ba
             f"({type(error).__name__}: {error})."
         ) from error
     architectures = fields.get("architectures") or [None]
-    for drop in ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version"):
-        fields.pop(drop, None)  # code of the folder is never run, and the benchmark chooses the element type
-    return _from_type(spec, model_type, fields, architectures[0], shapes)
+    for drop in ("dtype", "torch_dtype", "quantization_config", "transformers_version"):
+        fields.pop(drop, None)  # the element type is the one asked for
+    code = fields.pop("auto_map", None)
+    if code and spec.trust_remote_code:
+        return _from_code(spec, file.parent, fields, code, shapes)
+    return _from_type(spec, model_type, fields, architectures[0], shapes, has_code=bool(code))
+
+
+def _from_code(
+    spec: ModelSpec, folder: Path, fields: dict[str, Any], code: Mapping[str, str], shapes: bool
+) -> tuple[nn.Module, Batch]:
+    """A model whose code lies beside its configuration."""
+    transformers, task = _transformers(), task_of_code(code)
+    where = str(folder.resolve())
+    try:
+        config_class = type(transformers.AutoConfig.from_pretrained(where, trust_remote_code=True))
+    except (OSError, ImportError, ValueError) as error:
+        raise SettingsError(f"The code beside {folder / 'config.json'} cannot be loaded: {error}") from error
+    config = _config(config_class, {**fields, "auto_map": dict(code)}, spec)
+    config.name_or_path = where
+    return _built(spec, config, task, shapes)
 
 
 def _from_type(
-    spec: ModelSpec, model_type: str, fields: dict[str, Any], architecture: str | None, shapes: bool
+    spec: ModelSpec,
+    model_type: str,
+    fields: dict[str, Any],
+    architecture: str | None,
+    shapes: bool,
+    has_code: bool = False,
 ) -> tuple[nn.Module, Batch]:
     transformers = _transformers()
     known = list(transformers.CONFIG_MAPPING)
+    if model_type not in known and has_code:
+        raise SettingsError(
+            f"{spec.model} has code of its own for its model type {model_type!r}, and it is not run unless you say so: "
+            "read it, then give --trust-remote-code."
+        )
     if model_type not in known:
         close = difflib.get_close_matches(model_type, known, n=3)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
@@ -129,14 +157,19 @@ def _from_type(
             "Give a model type, a folder with config.json, or file.py:function."
         )
     config = _config(transformers.CONFIG_MAPPING[model_type], fields, spec)
-    task = find_task(transformers, config, architecture)
-    auto = getattr(transformers, task.auto)
+    return _built(spec, config, find_task(transformers, config, architecture), shapes)
+
+
+def _built(spec: ModelSpec, config: Any, task: Task, shapes: bool) -> tuple[nn.Module, Batch]:
+    auto = getattr(_transformers(), task.auto)
     batch = task.batch(config, spec, torch.Generator().manual_seed(spec.seed + 1))
     if not shapes:
         _refuse_too_large(auto, config, spec)
     torch.manual_seed(spec.seed)
     with torch.device("meta") if shapes else contextlib.nullcontext():
-        model = auto.from_config(config, trust_remote_code=False, dtype=spec.torch_dtype or torch.float32)
+        model = auto.from_config(
+            config, trust_remote_code=spec.trust_remote_code, dtype=spec.torch_dtype or torch.float32
+        )
     if not spec.dropout:
         _zero_rates(model)
     return model, batch
@@ -196,7 +229,7 @@ def _refuse_too_large(auto: Any, config: Any, spec: ModelSpec) -> None:
     free = _free_bytes()
     try:
         with torch.device("meta"):
-            shapes = auto.from_config(copy.deepcopy(config), trust_remote_code=False)
+            shapes = auto.from_config(copy.deepcopy(config), trust_remote_code=spec.trust_remote_code)
     except (RuntimeError, NotImplementedError):  # it reads values while it is built
         return
     size = (spec.torch_dtype or torch.float32).itemsize

@@ -47,6 +47,8 @@ class ModelSpec:
     """Name patterns of the boundary layers of a model without ``GradientCheckpointingLayer``, for fxckpt's variants."""
     dropout: bool = False
     """Leave dropout rates of a transformers model as configured; False sets all of them to 0."""
+    trust_remote_code: bool = False
+    """Run the code that lies in a folder beside ``config.json`` and that this names, as transformers does when told."""
     seed: int = 0
     """Of weights, batch, and the random stream of each step."""
 

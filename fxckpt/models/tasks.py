@@ -6,7 +6,7 @@ line in ``TASKS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,21 @@ def find_task(transformers: Any, config: Any, architecture: str | None = None) -
             "write a function that returns (model, batch), and give it as file.py:function."
         )
     return fitting.get(architecture or "") or next(iter(fitting.values()))
+
+
+def task_of_code(auto_map: Mapping[str, str]) -> Task:
+    """The task of a folder with code of its own, by what its configuration says of that.
+
+    Raises:
+        SettingsError: it is for none.
+    """
+    found = next((task for task in TASKS if task.auto in auto_map), None)
+    if found is None:
+        raise SettingsError(
+            f"The code of the folder is for none of the tasks that a batch can be made for ({', '.join(auto_map)}): "
+            "write a function that returns (model, batch), and give it as file.py:function."
+        )
+    return found
 
 
 def _tokens(config: Any, spec: ModelSpec, generator: torch.Generator, field: str = "max_position_embeddings") -> Any:

@@ -133,6 +133,25 @@ def release_boundaries(forward: fx.Graph, backward: fx.Graph) -> None:
             graph.erase_node(held)
 
 
+def describe_random(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Note what the random operators give that the partitioner has wrapped to draw the same numbers again.
+
+    It notes that of a first run's numbers alone. Without it they would count for nothing in memory.
+
+    Needs: forward and backward graph. Leaves: values and origins of these nodes.
+    """
+    states = [n for n in G.output_args(forward) if isinstance(n, fx.Node) and G.is_rng_state(n)]
+    given = [n for n in G.placeholders(backward) if n.name.startswith("rng_state_output")]
+    for state, placeholder in zip(states, given, strict=True):
+        first = state.all_input_nodes[0]
+        drawn = next((u for u in first.users if G.is_getitem(u) and u is not state), None)
+        if drawn is None:
+            continue
+        for node in (first, *placeholder.users):
+            G.copy_provenance(drawn, node)
+            G.set_value(node, (G.value(state), G.value(drawn)) if node is first else G.value(drawn))
+
+
 def tell_partitioner(graph: fx.Graph) -> None:
     """Give each tagged node the partitioner's own recompute tag.
 

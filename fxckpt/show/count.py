@@ -14,7 +14,6 @@ An input of the graph that needs a gradient and is no parameter does count: it i
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -126,23 +125,10 @@ def recomputed_nodes(record: GraphRecord) -> list[fx.Node]:
     backward = {n.name for n in G.backward_nodes(record.joint.graph)}
     computed = {n.name for n in record.forward.graph.nodes if n.op == "call_function"} - backward
     again = [n for n in record.backward.graph.nodes if n.op == "call_function"]
-    return [n for n in again if n.name in computed or target_name(n) in _RANDOM_AGAIN]
+    return [n for n in again if n.name in computed or G.target_name(n) in _RANDOM_AGAIN]
 
 
 _RANDOM_AGAIN = ("run_with_rng_state", "graphsafe_run_with_rng_state")
-
-
-def target_name(node: fx.Node) -> str:
-    """The name of the function that `node` calls."""
-    return str(getattr(node.target, "__name__", ""))
-
-
-def is_rng_state(node: fx.Node) -> bool:
-    """Whether `node` is a state of the random number generator, saved to draw the same numbers again."""
-    source = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(source, fx.Node) or target_name(source) != "run_and_save_rng_state":
-        return False
-    return bool(node.args[1] == 0)
 
 
 def region_of(node: fx.Node, regions: Mapping[str, Region]) -> Region | None:
@@ -156,8 +142,8 @@ def region_of(node: fx.Node, regions: Mapping[str, Region]) -> Region | None:
         return regions[node.name]
     base = G.view_base(node)
     around: list[fx.Node] = []
-    if is_rng_state(node) or target_name(node) in _RANDOM_AGAIN:
-        wrapper = node.all_input_nodes[0] if is_rng_state(node) else node
+    if G.is_rng_state(node) or G.target_name(node) in _RANDOM_AGAIN:
+        wrapper = node.all_input_nodes[0] if G.is_rng_state(node) else node
         around = [*wrapper.all_input_nodes, *(again for user in wrapper.users for again in (user, *user.users))]
     elif base.op == "placeholder":
         around = list(base.users)

@@ -156,7 +156,7 @@ def _why(record: GraphRecord, node: fx.Node, regions: Mapping[str, Region]) -> t
     tag = G.tag(node)
     if G.view_base(node).op == "placeholder":
         return Why.EARLIER, where
-    if count.is_rng_state(node):
+    if G.is_rng_state(node):
         return Why.RANDOM, where
     if tag is not None and tag.kind is G.Kind.BOUNDARY:
         readers = next((b.regions for b in record.plan.boundaries if b.name == tag.name), None)

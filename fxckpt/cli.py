@@ -279,9 +279,7 @@ def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path
 
 def _check_budgets(budgets: int, compares: bool) -> None:
     if budgets == 1 or (budgets and not compares):
-        raise SettingsError(
-            "--budgets takes how many budgets to plan for, at least 2, and goes with --sweep or --html."
-        )
+        raise SettingsError("--budgets takes how many budgets to plan for, at least 2; it goes with --sweep or --html.")
 
 
 def _planned(command: str, model: str | None, config: Path | None) -> str:

@@ -23,7 +23,7 @@ from tests.helpers import Step, boundary_layers, differences, grads, train_step
 from tests.hostile import Late, hostile
 from tests.situations.models import Batch, Residual, Stack, stack
 from tests.test_runtime import ORDERS, Run, Xs, inputs
-from tests.zoo import build
+from tests.zoo import REGISTRY, build
 
 MODELS = ["llama", "t5", "albert", "swin", "whisper", "plain_conv_tower_bn"]
 """Decoder; encoder states read by every decoder layer; one block called often; stages; convolutions, buffers."""
@@ -91,6 +91,26 @@ def test_numbers_of_real_models(name: str, late: Late) -> None:
         got = train_step(t, model, batch)
     assert not differences(got.values(), want.values())
     assert len(tier.log) == 4 * sum(len(r.transfers) for r in fxckpt.graphs(t)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REGISTRY)
+def test_numbers_of_the_whole_zoo(name: str) -> None:
+    """Copies run when they are waited for, and what was let go holds NaN; settings change from model to model."""
+    number = list(REGISTRY).index(name)
+    every_n = 1 + number % 2
+    offload = fxckpt.Offload(max_in_flight=1 + number % 3, prefetch=number // 3 % 3)
+    model, batch, layers = of_zoo(name)
+    try:
+        want = train_step(transformed(model, layers, every_n=every_n, offload=False), model, batch)
+    except fxckpt.CaptureError as error:
+        pytest.skip(f"refused without offload, too: {error}")
+    model, batch, layers = of_zoo(name)
+    t = transformed(model, layers, every_n=every_n, offload=offload)
+    with hostile(number, Late.AT_THE_WAIT, poison=True) as tier:
+        got = train_step(t, model, batch)
+    assert not differences(got.values(), want.values())
+    assert len(tier.log) == 4 * sum(len(r.transfers) for r in fxckpt.graphs(t))
 
 
 @pytest.mark.parametrize(("max_in_flight", "prefetch"), [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2), (9, 9)])

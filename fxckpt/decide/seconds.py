@@ -116,8 +116,7 @@ class Pace:
     def new(self, allocated: Iterable[int]) -> float:
         """Seconds that the first writes to values of these bytes take beside what is written anyway.
 
-        For compiled graphs. One that runs node by node gets of large values, too, what it has freed before, as page
-        faults show (T5 of the bench set: 823 to 1159 of 2560 MiB are new; compiled 577 where this counts 443).
+        For compiled graphs. One that runs node by node mostly gets memory that it has freed, for large values too.
         """
         nbytes = sum(n for n in allocated if n >= NEW_EACH_TIME)
         return nbytes / self.device.fresh if self.device.fresh is not None else 0.0

@@ -15,6 +15,7 @@ from torch import nn
 import fxckpt
 from fxckpt import cli
 from fxckpt.decide.policy import Given
+from fxckpt.predict.budget import RESERVE
 from fxckpt.show.sweep import Sweep, SweepRow
 from fxckpt.show.tables import MARK
 from tests.situations.models import stack
@@ -143,8 +144,8 @@ def test_budgets_beside_the_usual_settings(six: Sweep) -> None:
     limits = [row.plan.budget_bytes or 0 for row in rows]
     steps = [b - a for a, b in itertools.pairwise(limits)]
     assert len(rows) == 4 and max(steps) - min(steps) <= 1
-    assert limits[0] == rows[0].plan.peak_bytes == min(row.plan.peak_bytes for row in found.rows)
-    assert limits[-1] == found.rows[0].plan.peak_bytes and rows[-1].plan.recomputed_flops == 0
+    assert limits[0] - RESERVE == rows[0].plan.peak_bytes == min(row.plan.peak_bytes for row in found.rows)
+    assert limits[-1] - RESERVE == found.rows[0].plan.peak_bytes and rows[-1].plan.recomputed_flops == 0
     for row, limit in zip(rows, limits, strict=True):
         assert row.plan == fxckpt.plan(model, batch, budget=limit)
     assert fxckpt.sweep(model, batch, offload=False).rows == found.rows[: -len(rows)]

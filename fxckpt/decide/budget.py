@@ -90,7 +90,7 @@ def cheapest(chain: Chain, limit: int) -> tuple[int, ...] | None:
     program = _Program(chain)
     bound = limit
     while True:
-        chosen = program.solve(program.costs, bound)
+        chosen = program.solve(program.costs / program.unit, bound)
         if chosen is None:
             return None
         over = chain.peak(chosen) - limit
@@ -111,6 +111,10 @@ def smallest(chain: Chain) -> tuple[int, ...]:
     return cheapest(chain, chain.peak(lowest)) or lowest
 
 
+_COSTS = 1e5
+"""What costs are scaled to, in sum: HiGHS takes differences below a millionth for none."""
+
+
 class _Program:
     """The integer program of a chain: a column for each choice of each decision, and the last one for the peak."""
 
@@ -127,6 +131,7 @@ class _Program:
         self.costs = np.zeros(columns + 1)
         self.scale = float(max(1, max(max(c.held, c.forward, c.backward) for n in chain.links for c in n.choices)))
         self.rows = self._rows()
+        self.unit = float(np.abs(self.costs).sum() or 1.0) / _COSTS
 
     def _rows(self) -> csr_array:
         """For each link the bytes of its forward and of its backward, as far as each choice adds to them."""
@@ -152,7 +157,8 @@ class _Program:
             one[i, self.first[decider] : self.first[decider] + self.counts[decider]] = 1.0
         constraints = [LinearConstraint(peak.tocsr(), -np.inf, 0.0), LinearConstraint(csr_array(one), 1.0, 1.0)]
         if most is not None:
-            constraints.append(LinearConstraint(csr_array(self.costs[None]), -np.inf, most))
+            costs = LinearConstraint(csr_array(self.costs[None] / self.unit), -np.inf, most / self.unit)
+            constraints.append(costs)
         upper = np.ones(self.columns + 1)
         upper[-1] = np.inf if limit is None else limit / self.scale
         if upper[-1] < 0:

@@ -23,6 +23,7 @@ from fxckpt.decide.memory import (
     module_path,
     value_of,
 )
+from fxckpt.decide.workspace import workspace_nbytes
 from fxckpt.torch_private import Kernel, Schedule, ScheduledValue
 
 
@@ -42,7 +43,8 @@ def kernel_module(kernel: Kernel) -> str:
 
 def read_schedule(schedule: Schedule) -> GraphTimeline:
     """The memory of one graph by itself: what its kernels make, and the inputs that they free."""
-    return _timeline(schedule, (_value(v, schedule.is_backward, True) for v in schedule.values))
+    values = [_value(v, schedule.is_backward, True) for v in schedule.values]
+    return _timeline(schedule, values + _workspaces(schedule))
 
 
 def simulate_kernels(steps: Sequence[StepSchedules]) -> list[GraphTimeline]:
@@ -73,6 +75,7 @@ def _forward(step: StepSchedules, forward: ForwardStorages, around: int) -> Grap
         if storage[0].op == "placeholder":  # the result of an earlier graph
             kind = SAVED if storage in saved else OTHER
             values.append(value_of(storage, forward.nbytes(storage), kind, 0, end))
+    values += _workspaces(step.forward) if forward.one_memory else []
     return _timeline(step.forward, values, around)
 
 
@@ -99,7 +102,15 @@ def _backward(step: StepSchedules, forward: ForwardStorages, around: int) -> Gra
     for source, last in last_read.items():
         if source in forward.lifetimes:
             values.append(value_of(source, forward.nbytes(source), SAVED, 0, last))
+    values += _workspaces(schedule) if forward.one_memory else []
     return _timeline(schedule, values, around)
+
+
+def _workspaces(schedule: Schedule) -> list[Value]:
+    """What called operators need inside themselves."""
+    called = ((i, kernel.nodes[-1]) for i, kernel in enumerate(schedule.kernels) if kernel.called and kernel.nodes)
+    needs = ((i, node, workspace_nbytes(node)) for i, node in called)
+    return [value_of((node, None), nbytes, OTHER, i, i) for i, node, nbytes in needs if nbytes]
 
 
 def _timeline(schedule: Schedule, values: Iterable[Value], around: int = 0) -> GraphTimeline:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fxckpt.capture.regions import BoundaryLayer
 from fxckpt.config import Budget, Settings
@@ -35,10 +36,15 @@ NOMINAL = DeviceSpec(
 """In place of a device that is not known. Its seconds compare treatments; nobody is told them."""
 TRIES = 6
 """So often the solver is asked again, with what the capture of its last answer has shown."""
+WORTH = 0.002
+"""It is not asked for less than this share of the step's seconds: each answer is captured, which takes long."""
+RESERVE = 1024
+"""Bytes of a budget that are left for scalars that are in no graph, such as the loss and its gradient."""
 WHOLE = 12
 """So many layers are all traced, once. Of more a few stand for all where treatments repeat, which takes two traces."""
-_EARLIER = 1e-6
-"""Of equal layers those in front are recomputed: this share of a layer's seconds speaks for it."""
+_LITTLE = 1e-4
+"""This share of a layer's seconds speaks for what costs the same otherwise: of equal layers those in front hold less,
+and nothing is copied for nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,19 @@ class _Option:
     def offloaded(self) -> dict[str, int]:
         """Bytes that each layer offloads."""
         return {one.name: one.offloaded_bytes for one in self.planned.plan.layers}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A choice that was captured, and what it costs as the chain counts."""
+
+    planned: Planned
+    cost: float
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in memory at once."""
+        return self.planned.plan.peak_bytes
 
 
 class BudgetPlanner:
@@ -71,11 +90,20 @@ class BudgetPlanner:
         self.captures, self.settings, self.target = captures, settings, target
         self.model = captures.model
         self.layers = _innermost(boundary_layers(self.model, settings.layers))
-        self.known: dict[tuple[tuple[str, Treatment], ...], Planned] = {}
-        self.options = list(self._capture_options())
-        self.order: Order = find_order(self.options[0].planned.steps, self.layers)
-        chain = read_chain(self.order, [option.planned.steps for option in self.options])
+        self.known: dict[Given, Planned] = {}
+        captured = list(self._capture_options())
+        self.order: Order = find_order(captured[0].planned.steps, self.layers)
+        kinds = {layer: _kind(self.model.get_submodule(layer)) for layer in self.layers}
+        self.options = _useful(captured, target.compiled)
+        chain = read_chain(self.order, [option.planned.steps for option in self.options], kinds)
         self.chain = Chain(tuple(self._priced(i, link) for i, link in enumerate(chain.links)))
+        self.found: dict[tuple[int, ...], _Found] = {}
+        for i, option in enumerate(self.options):
+            self.found[self._alike(i)] = _Found(option.planned, self.chain.cost(self._alike(i)))
+        whole, first = captured[0].planned, self.options[0].planned
+        cost = self.found[self._alike(0)].cost + _seconds(whole) - _seconds(first)
+        self.whole = _Found(whole, cost)
+        self.worth = WORTH * _seconds(whole)
 
     def within(self, budget: Budget) -> Plan:
         """The plan of least predicted seconds whose peak is within `budget`.
@@ -84,27 +112,31 @@ class BudgetPlanner:
             BudgetError: no choice is within it; the message names the smallest that would do.
         """
         limit = budget_bytes(budget, self.model, self.settings.optimizer_bytes)
-        alike = ((option.planned, self.chain.cost(self._alike(i))) for i, option in enumerate(self.options))
-        within = [one for one in alike if one[0].plan.peak_bytes <= limit]
-        best, least = min(within, key=lambda one: one[1], default=(None, math.inf))
-        aim = limit
-        tried: set[tuple[int, ...]] = set()
+        room = limit - RESERVE
+        guess = cheapest(self.chain, room)
         for _ in range(TRIES):
-            chosen = cheapest(self.chain, aim)
-            if chosen is None or chosen in tried:
+            chosen = None if guess is None else cheapest(self.chain, room - self._off(guess))
+            fitting = [one.cost for one in (self.whole, *self.found.values()) if one.peak <= room]
+            if chosen is None or self.chain.cost(chosen) > min(fitting, default=math.inf) - self.worth:
                 break
-            tried.add(chosen)
-            found, cost = self._planned(chosen), self.chain.cost(chosen)
-            fits = found.plan.peak_bytes <= limit
-            if fits and cost < least:
-                best, least = found, cost
-            off = found.plan.peak_bytes - self.chain.peak(chosen)
-            aim = limit - off
-        if best is None:
-            best = self._lowest
-            if best.plan.peak_bytes > limit:
-                raise BudgetError(_too_small(best, limit, type(self.model).__name__))
-        return dataclasses.replace(best.plan, budget_bytes=limit)
+            self._find(chosen)
+            guess = chosen
+        within = [one for one in (self.whole, *self.found.values()) if one.peak <= room]
+        best = min(within, key=lambda one: (one.cost, one.peak), default=self._lowest)
+        if best.peak > room:
+            raise BudgetError(_too_small(best.planned, limit, type(self.model).__name__))
+        return dataclasses.replace(best.planned.plan, budget_bytes=limit)
+
+    def _find(self, chosen: tuple[int, ...]) -> _Found:
+        """Capture what was chosen."""
+        if chosen not in self.found:
+            self.found[chosen] = _Found(self._planned(chosen), self.chain.cost(chosen))
+        return self.found[chosen]
+
+    def _off(self, chosen: tuple[int, ...]) -> int:
+        """By how many bytes a choice needs more than its chain says, by the captured one that is most like it."""
+        likest = min(reversed(self.found), key=lambda other: sum(a != b for a, b in zip(chosen, other, strict=True)))
+        return self.found[likest].peak - self.chain.peak(likest)
 
     def _alike(self, option: int) -> tuple[int, ...]:
         """The choice of one option for all layers."""
@@ -113,7 +145,7 @@ class BudgetPlanner:
 
     def spread(self, count: int) -> list[Budget]:
         """So many budgets at equal distances, from the smallest that can be kept to what keeping everything needs."""
-        low, high = self._lowest.plan.peak_bytes, self.options[0].planned.plan.peak_bytes
+        low, high = (one.peak + RESERVE for one in (self._lowest, self.whole))
         steps = range(count) if low < high else range(1)
         return [Budget(low + (high - low) * i // max(count - 1, 1)) for i in steps]
 
@@ -132,9 +164,9 @@ class BudgetPlanner:
             yield _Option(treatment, found)
 
     def _plan(self, treatments: Mapping[str, Treatment], checked: bool = False) -> Planned:
-        given = tuple(treatments.items())
+        given = Given(tuple(treatments.items()), checked)
         if given not in self.known:
-            settings = dataclasses.replace(self.settings, budget=None, policy=Given(given, checked), save=())
+            settings = dataclasses.replace(self.settings, budget=None, policy=given, save=())
             fold = self.target.compiled or len(self.layers) > WHOLE
             self.known[given] = plan_step(self.captures, settings, self.target, nominal=NOMINAL, fold=fold)
         return self.known[given]
@@ -147,26 +179,28 @@ class BudgetPlanner:
         return self._plan(by_layer, checked=True)
 
     @functools.cached_property
-    def _lowest(self) -> Planned:
+    def _lowest(self) -> _Found:
         """The plan of the lowest peak: of the one that the solver thinks of, and of all layers treated alike."""
-        found = [self._planned(smallest(self.chain)), *(option.planned for option in self.options)]
+        self._find(smallest(self.chain))
         all_layers = [layer.name for layer in boundary_layers(self.model, self.settings.layers)]
+        found = list(self.found.values())
         for offload in (False, True) if self.settings.offload is not None else (False,):
-            found.append(self._plan(dict.fromkeys(all_layers, Treatment(save=(), offload=offload))))
-        return min(found, key=lambda one: one.plan.peak_bytes)
+            planned = self._plan(dict.fromkeys(all_layers, Treatment(save=(), offload=offload)))
+            found.append(_Found(planned, math.inf))
+        return min(found, key=lambda one: one.peak)
 
     def _priced(self, place: int, link: Link) -> Link:
         """The link with what copies add to its cost, and with the little that settles ties."""
         if len(link.choices) == 1:
             return link
         group = self.order.groups[place - 1]
-        base = link.choices[0].cost
-        share = _EARLIER * place / len(self.order.groups)
+        base, most = link.choices[0].cost, max(choice.held for choice in link.choices)
+        late = _LITTLE * base * place / len(self.order.groups)
         choices = []
         for option, choice in zip(self.options, link.choices, strict=True):
             copies = self._copy_seconds(sum(option.offloaded.get(layer, 0) for layer in group))
-            extra = max(choice.cost - base, 0.0) + max(0.0, copies - choice.cost / 3) + _EARLIER * copies
-            choices.append(dataclasses.replace(choice, cost=extra * (1 + share)))
+            extra = choice.cost - base + max(0.0, copies - choice.cost / 3) + _LITTLE * copies
+            choices.append(dataclasses.replace(choice, cost=extra + late * (1 - choice.held / max(most, 1))))
         return Link(link.name, link.decider, tuple(choices))
 
     def _copy_seconds(self, nbytes: int) -> float:
@@ -178,6 +212,26 @@ class BudgetPlanner:
         rates += [] if disk is None else [disk.write, disk.read]
         known = [rate for rate in rates if rate is not None] or [device.bandwidth or 1e12]
         return nbytes / min(known)
+
+
+def _useful(options: list[_Option], compiled: bool) -> list[_Option]:
+    """The options to choose from, layer by layer.
+
+    A layer that saves its products and recomputes the rest needs less memory than a kept one, and no more time where a
+    compiler fuses that rest. So there it stands for the kept one.
+    """
+    saving = [option for option in options if option.treatment.recompute]
+    return saving if compiled and any("matmul" in (one.treatment.save or ()) for one in saving) else options
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Equal for layers that compute alike, as far as their classes and parameters tell."""
+    return type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())
+
+
+def _seconds(planned: Planned) -> float:
+    """Of the whole step, as far as they are known."""
+    return sum(planned.steps.seconds or ())
 
 
 def _treatments(settings: Settings) -> list[Treatment]:
@@ -196,12 +250,12 @@ def _innermost(layers: Sequence[BoundaryLayer]) -> list[str]:
 
 
 def _too_small(best: Planned, limit: int, model: str) -> str:
-    steps, peak = best.steps, best.plan.peak_bytes
+    steps, least = best.steps, best.plan.peak_bytes + RESERVE
     at = steps.levels.index(max(steps.levels))
     where = steps.modules[at] or "code outside of modules"
     way = "backward" if at >= steps.backward else "forward"
     return (
-        f"fxckpt: no choice of what to recompute keeps a step of {model} within {limit:,} bytes. The smallest peak "
-        f"found is {peak:,} bytes, on top of parameters, in the {way} of {where}. Give that budget, a smaller batch, "
+        f"fxckpt: no choice of what to recompute keeps a step of {model} within {limit:,} bytes. The smallest that "
+        f"was found is {least:,} bytes, on top of parameters, in the {way} of {where}. Give that, a smaller batch, "
         "shorter sequences, or offload=, where there is none."
     )

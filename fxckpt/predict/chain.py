@@ -7,9 +7,10 @@ the treatments that were chosen then tests.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median_low
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from fxckpt.predict.steps import Steps
 
 _MIXED = 0.1
 """Two layers of which more than this share of steps run among the other's are decided together."""
+
+_NEAR = 0.15
+"""Layers of one kind that differ by up to this share, of what the way that needs the most does, are equal."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,23 @@ def _cut(numbers: np.ndarray, k: int) -> tuple[int, int]:
     return best, int(wrong[best])
 
 
-def read_chain(order: Order, ways: Sequence[Steps]) -> Chain:
+def read_chain(order: Order, ways: Sequence[Steps], kinds: Mapping[str, Hashable]) -> Chain:
     """The chain of a step that was captured in several `ways`, one for each choice.
 
     In front of the layers and behind them stands a link without a choice, which needs the most that any way does.
+
+    Args:
+        order: the groups of layers.
+        ways: the step in each way.
+        kinds: for each layer what kind it is. Layers of one kind that need almost the same are taken to need the same:
+            what they differ by comes from where they are cut, and from the kernels that reach over a cut.
     """
     measured = [_needs(order, steps) for steps in ways]
+    of_kind: dict[Hashable, list[int]] = {}
+    for i, group in enumerate(order.groups):
+        of_kind.setdefault(tuple(kinds.get(layer) for layer in group), []).append(i + 1)
+    for members in of_kind.values():
+        _level(measured, members)
     names = ["before the layers", *(_name(group) for group in order.groups), "after the layers"]
     links = []
     for i, name in enumerate(names):
@@ -101,6 +116,17 @@ def read_chain(order: Order, ways: Sequence[Steps]) -> Chain:
             choices = [_most(choices)]
         links.append(Link(name, i, tuple(choices)))
     return Chain(tuple(links))
+
+
+def _level(measured: Sequence[list[Choice]], members: Sequence[int]) -> None:
+    """Give the links `members`, in each way, what the middle one needs, unless one needs something else indeed."""
+    for what in ("held", "forward", "backward", "cost"):
+        middle = [median_low(getattr(needs[i], what) for i in members) for needs in measured]
+        near = _NEAR * max(map(abs, middle))
+        for needs, usual in zip(measured, middle, strict=True):
+            for i in members:
+                if abs(getattr(needs[i], what) - usual) <= near:
+                    needs[i] = replace(needs[i], **{what: usual})
 
 
 def _name(group: Sequence[str]) -> str:

@@ -14,9 +14,11 @@ from fxckpt import graph as G
 from fxckpt.bench.step import TrainingStep
 from fxckpt.bench.timeline import measure_timeline
 from fxckpt.decide.memory import OF_PARAMETERS, OTHER, RECOMPUTED, SAVED, GraphTimeline, StepGraphs, Value, simulate
+from fxckpt.decide.workspace import workspace_nbytes
 from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
 from fxckpt.record import simulate_records
+from fxckpt.torch_private import memory_after
 from tests.helpers import DEVICE
 
 aten = torch.ops.aten
@@ -74,6 +76,30 @@ def test_a_timeline_without_a_compiler() -> None:
     assert len(boundaries) >= 3 and all("modeling_llama.py" in v.source or v.module for v in boundaries)
     for graph in timeline.graphs:
         assert all(0 <= v.first <= v.last < len(graph.modules) for v in graph.values)
+
+
+@pytest.mark.parametrize("gradient_as_made", [True, False], ids=["gradient laid out alike", "otherwise"])
+@pytest.mark.parametrize(("queries", "keys"), [(100, 100), (200, 300), (800, 600)])
+def test_attention_needs_a_block_of_scores_for_each_thread(queries: int, keys: int, gradient_as_made: bool) -> None:
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    q = torch.randn(2, queries, 3, 16).transpose(1, 2)
+    k, v = (torch.randn(2, keys, 3, 16).transpose(1, 2) for _ in range(2))
+    out, sums = forward(q, k, v)
+    gradient = torch.randn_like(out) if gradient_as_made else torch.randn(out.shape)
+    for operator_, given in ((forward, (q, k, v)), (backward, (gradient, q, k, v, out, sums, 0.0, False))):
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"x{i}") if isinstance(x, torch.Tensor) else x for i, x in enumerate(given)]
+        for node, value in zip(inputs, given, strict=True):
+            if isinstance(node, fx.Node):
+                G.set_value(node, value)
+        call = graph.call_function(operator_, tuple(inputs))
+        made = operator_(*given)
+        G.set_value(call, made)
+        with torch.profiler.profile(profile_memory=True) as profile, torch.profiler.record_function("call"):
+            made = operator_(*given)
+        left, most = memory_after(profile, "call")
+        assert workspace_nbytes(call) == most - left
 
 
 # ---- by hand ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def row(variant: str, peak: int, seconds: float, **given: Any) -> dict[str, Any]
 def result(plans: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
     machine = {"device": "cpu: a processor", "threads": 2, "torch": "2.13.0", "transformers": "5.23.0"}
     bench = {"variants": rows, "machine": machine, "settings": {"date": "2026-11-30", "rounds": 3}}
-    return {"device": "measured on 2026-11-30", "quiet": True, "planning_seconds": 1.0, "plans": plans, "bench": bench}
+    return {"device": "measured on 2026-11-30", "planning_seconds": 1.0, "plans": plans, "bench": bench}
 
 
 def said(variant: str, peak: int, seconds: float | None, **given: Any) -> dict[str, Any]:
@@ -80,3 +80,11 @@ def test_an_order_is_asked_of_times_that_differ() -> None:
     assert plan_accuracy.in_order([(1.0, 1.0), (2.0, 1.01)]) == "0 of 0 pairs"
     assert plan_accuracy.in_order([(1.0, 1.0), (2.0, 1.5), (1.5, 2.0)]) == "2 of 3 pairs"
     assert plan_accuracy.in_order([(None, 1.0), (2.0, 1.5)]) == ""
+
+
+def test_large_models_are_shown_with_what_planning_took() -> None:
+    sizes = {"parameter_bytes": 2**34, "offloaded_bytes": 36 * 2**30, "peak_bytes": 2**35}
+    one = {"name": "a model", "tokens": 131072, "way": "", "seconds": 5.5, "bytes": 2**29, **sizes}
+    text = plan_accuracy.page({}, {}, [one])
+    assert "| a model | 131,072 | as captured | 16.0 GiB | 36.0 GiB | 32.0 GiB | 5.50 s | 512.0 MiB |" in text
+    assert "Large models" not in plan_accuracy.page({}, {})

@@ -6,7 +6,8 @@
     python -m tests.benchmarks.plan_accuracy --out plan-results --write-docs   # docs/plan-accuracy.md
 
 Models are those of the bench set, or with --small a quarter of their tokens. For each model the plans are made first;
-then each of them, and with budgets the peers, runs in a process of its own, all in turn (``fxckpt.bench``).
+then each of them, and with budgets the peers, runs in a process of its own, all in turn (``fxckpt.bench``). The part
+``large`` plans models that no machine like this one could run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,10 +33,12 @@ from fxckpt.models.load import load
 from fxckpt.models.spec import ModelSpec
 from fxckpt.show.tables import bytes_text, seconds_text
 from tests.benchmarks.bench_set import SPECS
+from tests.benchmarks.large_plans import large_section, measure_large
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "plan-accuracy.md"
 COMMAND = "python -m tests.benchmarks.plan_accuracy"
 PARTS = ("settings", "budgets")
+LARGE = "large"
 WAYS = {"plain": "fxckpt-plain", "compiled": "fxckpt"}
 SETTINGS = ("1", "1+offload", "2", "8")
 PEERS = (
@@ -51,22 +53,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("plan-results"), help="folder of JSON files for each model")
     parser.add_argument("--only", default=",".join(SPECS), help="models, with commas between")
-    parser.add_argument("--parts", default=",".join(PARTS), help="settings, budgets")
+    parser.add_argument("--parts", default=",".join((*PARTS, LARGE)), help="settings, budgets, large")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="a quarter of the tokens")
     parser.add_argument("--write-docs", action="store_true", help="measure nothing; write docs/plan-accuracy.md")
     options = parser.parse_args()
     names, parts = options.only.split(","), options.parts.split(",")
-    unknown = sorted({*names} - {*SPECS}) + sorted({*parts} - {*PARTS})
+    unknown = sorted({*names} - {*SPECS}) + sorted({*parts} - {*PARTS, LARGE})
     if unknown:
-        parser.error(f"there are {', '.join(SPECS)}, and the parts {', '.join(PARTS)}; not: {', '.join(unknown)}")
+        known = ", ".join((*PARTS, LARGE))
+        parser.error(f"there are {', '.join(SPECS)}, and the parts {known}; not: {', '.join(unknown)}")
+    large = options.out / f"{LARGE}.json"
     if options.write_docs:
-        DOCS.write_text(page(*(read(options.out, part) for part in PARTS)), encoding="utf-8")
+        planned = json.loads(large.read_text(encoding="utf-8")) if large.exists() else []
+        DOCS.write_text(page(*(read(options.out, part) for part in PARTS), planned), encoding="utf-8")
         return
     if find_device(torch.device("cpu")) is None:
         print("This machine has not been measured (fxckpt calibrate), so no time is predicted.", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    for part in parts:
+    if LARGE in parts and not large.exists():
+        large.write_text(json.dumps(measure_large(), indent=1) + "\n", encoding="utf-8")
+    for part in (part for part in parts if part != LARGE):
         for name in names:
             spec = SPECS[name]
             if options.small:
@@ -84,7 +91,6 @@ def measure(name: str, spec: ModelSpec, part: str, options: argparse.Namespace) 
     def say(done: int, total: int, text: str) -> None:
         print(f"{name} {part} {done}/{total} {text}", flush=True)
 
-    quiet = os.getloadavg()[0] <= 0.5
     start = time.perf_counter()
     plans = plan_budgets(name, spec, options.out) if part == "budgets" else plan_settings(spec)
     planning = time.perf_counter() - start
@@ -95,7 +101,6 @@ def measure(name: str, spec: ModelSpec, part: str, options: argparse.Namespace) 
     device = find_device(torch.device("cpu"))
     result = {
         "device": device.source if device else "not measured",
-        "quiet": quiet,
         "planning_seconds": planning,
         "plans": plans,
         "bench": bench.to_dict(),
@@ -184,7 +189,7 @@ def read(folder: Path, part: str) -> dict[str, Result]:
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
 
 
-def page(settings: Mapping[str, Result], budgets: Mapping[str, Result]) -> str:
+def page(settings: Mapping[str, Result], budgets: Mapping[str, Result], large: Sequence[Result] = ()) -> str:
     """docs/plan-accuracy.md."""
     lines = [HEAD]
     for text in dict.fromkeys(_measured_with(r) for r in (*settings.values(), *budgets.values())):
@@ -195,6 +200,7 @@ def page(settings: Mapping[str, Result], budgets: Mapping[str, Result]) -> str:
     lines += ["", "## Budgets", "", *_kept(budgets.values()), "", BUDGETS_HEAD]
     for name, result in budgets.items():
         lines += budgets_table(name, result)
+    lines += ["", *large_section(large)] if large else []
     return "\n".join(lines) + "\n"
 
 
@@ -203,7 +209,7 @@ def _measured_with(result: Result) -> str:
     return (
         f"Measured on {settings['date']}: {machine['device']}, {machine['threads']} threads, PyTorch "
         f"{machine['torch']}, transformers {machine['transformers']}, {settings['rounds']} rounds; speed of the device "
-        f"{result['device']}{'' if result['quiet'] else '; the machine was not quiet'}.\n"
+        f"{result['device']}.\n"
     )
 
 

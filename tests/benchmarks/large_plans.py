@@ -86,8 +86,8 @@ def large_section(found: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## Large models",
         "",
-        "Planned by `fxckpt plan --config FILE --batch 1 --seq TOKENS --dtype bfloat16 --every-n 1 --offload`: how long "
-        "the whole command took, and the most memory that it held.",
+        "Planned by `fxckpt plan --config FILE --batch 1 --seq TOKENS --dtype bfloat16 --every-n 1 --offload`: how "
+        "long the whole command took, and the most memory that it held.",
         "",
         "| model | tokens | graphs | parameters | offloaded | peak | planned in | with |",
         "|---|---|---|---|---|---|---|---|",

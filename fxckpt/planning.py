@@ -21,6 +21,7 @@ from fxckpt.predict.optimizer import optimizer_bytes
 from fxckpt.predict.plan import Target
 from fxckpt.predict.sweep import make_sweep, plan_settings, usual_settings
 from fxckpt.show.sweep import Sweep
+from fxckpt.use.ranks import check_same_plan
 from fxckpt.use.view import state_of
 
 log = logging.getLogger("fxckpt")
@@ -175,6 +176,7 @@ def keep_budget(model: nn.Module, batch: Mapping[str, Any], settings: Settings, 
     """The plan of a transformed model whose settings have a budget, at its first call."""
     with torch.random.fork_rng(devices=[]):
         made = plan_settings(Captures(model, batch), settings, target_of(model, None, compiled))
+    check_same_plan(made)
     chosen = sum(1 for layer in made.layers if layer.treatment == "recompute")
     log.info("fxckpt: %d of %d layers are recomputed to keep %s bytes.", chosen, len(made.layers), made.budget_bytes)
     return made

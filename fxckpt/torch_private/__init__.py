@@ -53,6 +53,7 @@ from fxckpt.torch_private.inductor import (
     schedules_alone,
 )
 from fxckpt.torch_private.measure import captured_graphs, memory_after, set_activation_memory_budget
+from fxckpt.torch_private.ranks import rank_store
 
 __all__ = [
     "CANNOT_LOWER",
@@ -90,6 +91,7 @@ __all__ = [
     "next_sequence_number",
     "own_error",
     "prepare",
+    "rank_store",
     "recompile_limit",
     "recorded_schedules",
     "run_natively",

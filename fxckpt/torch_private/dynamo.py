@@ -27,6 +27,7 @@ from torch._guards import CompileContext, Guard, TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxckpt import graph
+from fxckpt.torch_private.ranks import buckets_too_small
 
 
 def run_natively(function: Callable[..., Any]) -> None:
@@ -141,6 +142,8 @@ def capturing(recurrent: bool, widely: bool) -> Iterator[None]:
             "capture_scalar_outputs": True,
             "capture_dynamic_output_shape_ops": True,
         }
+    if buckets_too_small():
+        changes["optimize_ddp"] = False
     with torch._dynamo.config.patch(changes):
         try:
             yield

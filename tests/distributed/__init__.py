@@ -1,0 +1,1 @@
+"""Two processes of a gloo group, compared with one process that sees the whole batch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ def result(plans: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str,
 
 
 def said(variant: str, peak: int, seconds: float | None, **given: Any) -> dict[str, Any]:
-    figures = {"saved": 5, "offloaded": 0, "recomputed_layers": 1, "layers": 2}
+    figures = {"saved": 5, "offloaded": 0, "layers": {"keep": 1, "recompute, save attention": 7}}
     return {"variant": variant, "peak": peak, "seconds": seconds, **figures, **given}
 
 
@@ -73,6 +75,7 @@ def test_budgets_are_compared_with_the_fastest_peer_within(budgets: dict[str, An
     assert third.peer is not None and third.peer["variant"] == "compile" and third.ratio == 2.0
     text = plan_accuracy.page({}, {"llama": budgets})
     assert "within the budget for 2 of 3" in text and "101 B (over)" in text
+    assert "| llama | 100 B | 1: keep; 7: recompute, save attention | 90 B |" in text
     assert "Peers need no more than the budget for 2" in text and "such peer for 1 (" in text
 
 
@@ -88,3 +91,11 @@ def test_large_models_are_shown_with_what_planning_took() -> None:
     text = plan_accuracy.page({}, {}, [one])
     assert "| a model | 131,072 | as captured | 16.0 GiB | 36.0 GiB | 32.0 GiB | 5.50 s | 512.0 MiB |" in text
     assert "Large models" not in plan_accuracy.page({}, {})
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    results = [plan_accuracy.read(plan_accuracy.RESULTS, part) for part in plan_accuracy.PARTS]
+    large = json.loads((plan_accuracy.RESULTS / "large.json").read_text(encoding="utf-8"))
+    assert plan_accuracy.DOCS.read_text(encoding="utf-8") == plan_accuracy.page(*results, large)
+    for one in itertools.chain.from_iterable(map(plan_accuracy.kept, results[1].values())):
+        assert one.ours["peak_bytes"] <= one.plan["budget"]

@@ -100,32 +100,34 @@ class BudgetPlanner:
         self.found: dict[tuple[int, ...], _Found] = {}
         for i, option in enumerate(self.options):
             self.found[self._alike(i)] = _Found(option.planned, self.chain.cost(self._alike(i)))
-        whole, first = captured[0].planned, self.options[0].planned
-        cost = self.found[self._alike(0)].cost + _seconds(whole) - _seconds(first)
-        self.whole = _Found(whole, cost)
-        self.worth = WORTH * _seconds(whole)
+        self.whole = _Found(captured[0].planned, 0.0)
+        self.worth = WORTH * sum(self.whole.planned.steps.seconds or ())
 
     def within(self, budget: Budget) -> Plan:
-        """The plan of least predicted seconds whose peak is within `budget`.
+        """The plan of least predicted seconds whose peak is within `budget`; where everything fits, everything is kept.
 
         Raises:
             BudgetError: no choice is within it; the message names the smallest that would do.
         """
         limit = budget_bytes(budget, self.model, self.settings.optimizer_bytes)
         room = limit - RESERVE
+        best = self.whole if self.whole.peak <= room else self._cheapest(room)
+        if best.peak > room:
+            raise BudgetError(_too_small(best.planned, limit, type(self.model).__name__))
+        return dataclasses.replace(best.planned.plan, budget_bytes=limit)
+
+    def _cheapest(self, room: int) -> _Found:
+        """What costs the least of those captured choices whose peak is within `room`; else the one of the lowest peak."""
         guess = cheapest(self.chain, room)
         for _ in range(TRIES):
             chosen = None if guess is None else cheapest(self.chain, room - self._off(guess))
-            fitting = [one.cost for one in (self.whole, *self.found.values()) if one.peak <= room]
+            fitting = [one.cost for one in self.found.values() if one.peak <= room]
             if chosen is None or self.chain.cost(chosen) > min(fitting, default=math.inf) - self.worth:
                 break
             self._find(chosen)
             guess = chosen
-        within = [one for one in (self.whole, *self.found.values()) if one.peak <= room]
-        best = min(within, key=lambda one: (one.cost, one.peak), default=self._lowest)
-        if best.peak > room:
-            raise BudgetError(_too_small(best.planned, limit, type(self.model).__name__))
-        return dataclasses.replace(best.planned.plan, budget_bytes=limit)
+        within = [one for one in self.found.values() if one.peak <= room]
+        return min(within, key=lambda one: (one.cost, one.peak)) if within else self._lowest
 
     def _find(self, chosen: tuple[int, ...]) -> _Found:
         """Capture what was chosen."""
@@ -227,11 +229,6 @@ def _useful(options: list[_Option], compiled: bool) -> list[_Option]:
 def _kind(layer: nn.Module) -> Hashable:
     """Equal for layers that compute alike, as far as their classes and parameters tell."""
     return type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())
-
-
-def _seconds(planned: Planned) -> float:
-    """Of the whole step, as far as they are known."""
-    return sum(planned.steps.seconds or ())
 
 
 def _treatments(settings: Settings) -> list[Treatment]:

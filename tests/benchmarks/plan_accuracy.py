@@ -1,13 +1,14 @@
 """What a plan says, against what is then measured: bytes saved and offloaded, peak, seconds; and budgets against peers.
 
     fxckpt calibrate                                                     # once, on a quiet machine
-    python -m tests.benchmarks.plan_accuracy --out plan-results          # all; resumes where it stopped
-    python -m tests.benchmarks.plan_accuracy --out plan-results --only llama,bert --parts settings
-    python -m tests.benchmarks.plan_accuracy --out plan-results --write-docs   # docs/plan-accuracy.md
+    python -m tests.benchmarks.plan_accuracy --out results               # all; resumes where it stopped
+    python -m tests.benchmarks.plan_accuracy --out results --only llama,bert --parts settings
+    python -m tests.benchmarks.plan_accuracy --write-docs                # docs/plan-accuracy.md
 
 Models are those of the bench set, or with --small a quarter of their tokens. For each model the plans are made first;
 then each of them, and with budgets the peers, runs in a process of its own, all in turn (``fxckpt.bench``). The part
-``large`` plans models that no machine like this one could run.
+``large`` plans models that no machine like this one could run. The results that the page shows are in
+``tests/benchmarks/plan-results``, where --out puts them by default.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import dataclasses
 import json
 import math
 import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ from fxckpt.show.tables import bytes_text, seconds_text
 from tests.benchmarks.bench_set import SPECS
 from tests.benchmarks.large_plans import large_section, measure_large
 
+RESULTS = Path("tests/benchmarks/plan-results")
+"""Where results are kept, from the repository's root."""
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "plan-accuracy.md"
 COMMAND = "python -m tests.benchmarks.plan_accuracy"
 PARTS = ("settings", "budgets")
@@ -51,7 +56,7 @@ APART = 1.03
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("plan-results"), help="folder of JSON files for each model")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of JSON files for each model")
     parser.add_argument("--only", default=",".join(SPECS), help="models, with commas between")
     parser.add_argument("--parts", default=",".join((*PARTS, LARGE)), help="settings, budgets, large")
     parser.add_argument("--rounds", type=int, default=7)
@@ -91,13 +96,14 @@ def measure(name: str, spec: ModelSpec, part: str, options: argparse.Namespace) 
     def say(done: int, total: int, text: str) -> None:
         print(f"{name} {part} {done}/{total} {text}", flush=True)
 
-    start = time.perf_counter()
-    plans = plan_budgets(name, spec, options.out) if part == "budgets" else plan_settings(spec)
-    planning = time.perf_counter() - start
-    print(f"{name} {part}: {len(plans)} plans in {planning:.0f} s", flush=True)
-    peers = PEERS.split(",") if part == "budgets" else []
-    variants = dict.fromkeys([*peers, *(plan["variant"] for plan in plans)])
-    bench = run_bench(spec, variants, rounds=options.rounds, on_progress=say)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        plans = plan_budgets(spec, Path(folder)) if part == "budgets" else plan_settings(spec)
+        planning = time.perf_counter() - start
+        print(f"{name} {part}: {len(plans)} plans in {planning:.0f} s", flush=True)
+        peers = PEERS.split(",") if part == "budgets" else []
+        variants = dict.fromkeys([*peers, *(plan["variant"] for plan in plans)])
+        bench = run_bench(spec, variants, rounds=options.rounds, on_progress=say)
     device = find_device(torch.device("cpu"))
     result = {
         "device": device.source if device else "not measured",
@@ -105,7 +111,9 @@ def measure(name: str, spec: ModelSpec, part: str, options: argparse.Namespace) 
         "plans": plans,
         "bench": bench.to_dict(),
     }
-    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result, indent=1).replace(f"{folder}/", "")  # a plan's file is named alike wherever it was
+    result = json.loads(text)
+    file.write_text(text + "\n", encoding="utf-8")
     shown = settings_table(name, result) if part == "settings" else budgets_table(name, result)
     print("\n".join(shown), flush=True)
 
@@ -129,8 +137,8 @@ def plan_settings(spec: ModelSpec) -> list[dict[str, Any]]:
     return found
 
 
-def plan_budgets(name: str, spec: ModelSpec, folder: Path) -> list[dict[str, Any]]:
-    """What the plans within budgets say; plans that do the same are one variant."""
+def plan_budgets(spec: ModelSpec, folder: Path) -> list[dict[str, Any]]:
+    """What the plans within budgets say, with the plans in files; plans that do the same are one variant."""
     model, batch = load(spec, shapes=True)
     sweep = fxckpt.sweep(model, batch, offload=False, budgets=BUDGETS, compiled=True, device="cpu")
     files: dict[Any, Path] = {}
@@ -138,7 +146,7 @@ def plan_budgets(name: str, spec: ModelSpec, folder: Path) -> list[dict[str, Any
     for row in sweep.rows:
         if row.plan.budget_bytes is None:
             continue
-        file = files.setdefault(row.plan.layers, folder / f"{name}-{len(files)}.json")
+        file = files.setdefault(row.plan.layers, folder / f"plan{len(files)}.json")
         row.plan.save(file)
         found.append({"variant": f"fxckpt@{file}", "budget": row.plan.budget_bytes, **_said(row.plan)})
     return found
@@ -150,8 +158,7 @@ def _said(plan: fxckpt.Plan) -> dict[str, Any]:
         "offloaded": plan.offloaded_bytes,
         "peak": plan.peak_bytes,
         "seconds": plan.predicted_seconds,
-        "recomputed_layers": sum(layer.treatment == "recompute" for layer in plan.layers),
-        "layers": len(plan.layers),
+        "layers": Counter(layer.decided.text for layer in plan.layers),
     }
 
 
@@ -162,11 +169,12 @@ HEAD = f"""\
 # Accuracy of plans
 
 What `fxckpt.plan` says of a training step, against what was then measured, for the models of the
-[benchmarks](benchmarks.md). This page is written by the third command from what the second one measured:
+[benchmarks](benchmarks.md). This page is written by the third command from what the second one measured
+(`tests/benchmarks/plan-results`, or another folder with `--out`, since results that are there are not measured again):
 
     fxckpt calibrate
-    {COMMAND} --out plan-results
-    {COMMAND} --out plan-results --write-docs
+    {COMMAND}
+    {COMMAND} --write-docs
 
 Every variant runs in a process of its own, and they take turns; times are medians. Times that differ by less than
 {APART - 1:.0%} are not told apart.
@@ -176,7 +184,7 @@ SETTINGS_HEAD = (
     "| order of times |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 BUDGETS_HEAD = (
-    "| model | budget | layers recomputed | peak planned | measured | step | best peer within | its peak | its step "
+    "| model | budget | layers | peak planned | measured | step | best peer within | its peak | its step "
     "| ratio |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -335,7 +343,7 @@ def budgets_table(name: str, result: Result) -> list[str]:
         cells = [
             name,
             bytes_text(plan["budget"]),
-            f"{plan['recomputed_layers']} of {plan['layers']}",
+            "; ".join(f"{count}: {text}" for text, count in plan["layers"].items()),
             bytes_text(plan["peak"]),
             f"{bytes_text(ours['peak_bytes'])}{'' if ours['peak_bytes'] <= plan['budget'] else ' (over)'}",
             seconds_text(ours["seconds"]),

@@ -117,7 +117,7 @@ class BudgetPlanner:
         return dataclasses.replace(best.planned.plan, budget_bytes=limit)
 
     def _cheapest(self, room: int) -> _Found:
-        """What costs the least of those captured choices whose peak is within `room`; else the one of the lowest peak."""
+        """What costs the least of the captured choices within `room`; where none is, the one of the lowest peak."""
         guess = cheapest(self.chain, room)
         for _ in range(TRIES):
             chosen = None if guess is None else cheapest(self.chain, room - self._off(guess))

@@ -16,14 +16,17 @@ RUNS = {
     "minilm": ("finetune_minilm.py", "--steps 4 --batch 8 --held-out 32"),
     "plain_pytorch": ("plain_pytorch.py", "--steps 3"),
     "trainer": ("trainer.py", "--steps 5"),
+    "fsdp2": ("fsdp2.py", "--steps 4 --seq 64"),
 }
+LAUNCHED = {"fsdp2.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+"""Examples that a launcher starts, on so many ranks."""
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_example_runs(name: str, tmp_path: Path) -> None:
     script, options = RUNS[name]
     done = subprocess.run(
-        [sys.executable, EXAMPLES / script, *options.split()],
+        [sys.executable, *LAUNCHED.get(script, []), EXAMPLES / script, *options.split()],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"},
         capture_output=True,

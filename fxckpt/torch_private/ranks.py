@@ -27,7 +27,8 @@ def rank_store() -> RankStore | None:
     """The store of the default group; None where this process is in no group, or alone in it."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return RankStore(_c10d._get_default_store(), dist.get_rank())
+    store: Any = _c10d._get_default_store()  # MPI has none
+    return None if store is None else RankStore(store, dist.get_rank())
 
 
 def buckets_too_small() -> bool:

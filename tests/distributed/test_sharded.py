@@ -56,13 +56,12 @@ def trained(rank: int, model: nn.Module, run: Callable[..., Any]) -> Tensors:
     return gradients(model)
 
 
-def two_steps(rank: int, way: str, kind: str) -> float:
+def two_steps(rank: int, way: str, kind: str) -> tuple[float, float]:
+    """How far the gradients are from those of one process in float32, and how far those of FSDP2 alone are."""
     model, given = qwen3(3), KINDS[kind]
     found = trained(rank, model, WAYS[way](model, **given))
-    if kind != "bfloat16":
-        return farthest(found, alone(1))
     plain = sharded(qwen3(3), **given)
-    return farthest(found, trained(rank, plain, plain))
+    return farthest(found, alone(1)), farthest(trained(rank, plain, plain), alone(1))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,8 @@ def two_steps(rank: int, way: str, kind: str) -> float:
     + [("compile(transform(FSDP))", "bfloat16")],
 )
 def test_gradients_are_those_of_one_process(ranks: Ranks, way: str, kind: str) -> None:
-    assert max(ranks.run(two_steps, way, kind)) <= (2e-2 if kind == "bfloat16" else 2e-6)
+    for off, plain_off in ranks.run(two_steps, way, kind):
+        assert off <= (1.5 * plain_off if kind == "bfloat16" else 2e-6)
 
 
 def kept_and_loaded(rank: int, folder: str) -> float:

@@ -22,8 +22,8 @@ from fxckpt.decide.memory import (
     copy_nbytes,
     module_path,
     value_of,
+    workspaces,
 )
-from fxckpt.decide.workspace import workspace_nbytes
 from fxckpt.torch_private import Kernel, Schedule, ScheduledValue
 
 
@@ -108,9 +108,8 @@ def _backward(step: StepSchedules, forward: ForwardStorages, around: int) -> Gra
 
 def _workspaces(schedule: Schedule) -> list[Value]:
     """What called operators need inside themselves."""
-    called = ((i, kernel.nodes[-1]) for i, kernel in enumerate(schedule.kernels) if kernel.called and kernel.nodes)
-    needs = ((i, node, workspace_nbytes(node)) for i, node in called)
-    return [value_of((node, None), nbytes, OTHER, i, i) for i, node, nbytes in needs if nbytes]
+    kernels = enumerate(schedule.kernels)
+    return workspaces((i, kernel.nodes[-1]) for i, kernel in kernels if kernel.called and kernel.nodes)
 
 
 def _timeline(schedule: Schedule, values: Iterable[Value], around: int = 0) -> GraphTimeline:

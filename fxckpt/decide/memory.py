@@ -10,7 +10,7 @@ count from when they are made.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -177,7 +177,7 @@ class ForwardStorages:
             last = end if storage in saved or storage in self.returned else life.last
             kind = SAVED if storage in saved else OTHER
             values.append(value_of(storage, self.nbytes(storage), kind, life.first, last))
-        values += _workspaces(self.nodes) if self.one_memory else []
+        values += workspaces(enumerate(self.nodes)) if self.one_memory else []
         modules = tuple(map(module_path, self.nodes))
         return GraphTimeline(False, modules, tuple(v for v in values if v.nbytes), around)
 
@@ -200,13 +200,13 @@ def _backward(step: StepGraphs, forward: ForwardStorages, around: int) -> GraphT
     for source, last in last_read.items():
         if source in forward.lifetimes:
             values.append(value_of(source, forward.nbytes(source), SAVED, 0, last))
-    values += _workspaces(nodes) if step.one_memory else []
+    values += workspaces(enumerate(nodes)) if step.one_memory else []
     return GraphTimeline(True, tuple(map(module_path, nodes)), tuple(v for v in values if v.nbytes), around)
 
 
-def _workspaces(nodes: Sequence[fx.Node]) -> list[Value]:
-    """What nodes need inside themselves."""
-    needs = [(i, node, workspace_nbytes(node)) for i, node in enumerate(nodes) if node.op == "call_function"]
+def workspaces(steps: Iterable[tuple[int, fx.Node]]) -> list[Value]:
+    """What nodes need inside themselves, each with the step that it runs in."""
+    needs = [(i, node, workspace_nbytes(node)) for i, node in steps if node.op == "call_function"]
     return [value_of((node, None), nbytes, OTHER, i, i) for i, node, nbytes in needs if nbytes]
 
 

@@ -219,8 +219,8 @@ class BudgetPlanner:
 def _useful(options: list[_Option], compiled: bool) -> list[_Option]:
     """The options to choose from, layer by layer.
 
-    A layer that saves its products and recomputes the rest needs less memory than a kept one, and no more time where a
-    compiler fuses that rest. So there it stands for the kept one.
+    A layer that saves its products and recomputes the rest needs less memory than a kept one, and about the same time
+    where a compiler fuses that rest. So there it stands for the kept one.
     """
     saving = [option for option in options if option.treatment.recompute]
     return saving if compiled and any("matmul" in (one.treatment.save or ()) for one in saving) else options

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from rich.table import Table
@@ -29,6 +31,7 @@ from fxckpt.runtime.disk import DiskTier, OnDisk
 from fxckpt.runtime.stats import Account, Meter, Step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDS = 3
 ENOUGH_SECONDS = 0.1
 """A product, or a copy, that takes this long says how fast they are."""
 LARGEST = 16384
@@ -41,7 +44,8 @@ TOTAL_BYTES = BLOCK_BYTES * BLOCKS
 def calibrate(device: str, folder: str, on_progress: Progress = lambda done, total, text: None) -> DeviceSpec:
     """Measure a device, and the disk of a folder.
 
-    Takes up to a minute. What else runs on the machine makes it slower than it is.
+    Takes one to three minutes. What else runs on the machine makes it slower than it is; all but the disk is
+    measured in rounds, of which the median counts, so that it may be slow for a while.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -54,41 +58,90 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
     """
     check_device(device)
     where = torch.device(device)
-    total = 2 * len(DTYPES) + 4
-    on_progress(0, total, f"disk of {folder}")
+    parts = 2 * len(DTYPES) + 3
+    total, done = ROUNDS * parts + 1, 0
+
+    def say(text: str) -> None:
+        nonlocal done
+        on_progress(done, total, text)
+        done += 1
+
+    say(f"disk of {folder}")
     disk = _disk_rates(folder)
-    flops: dict[str, float] = {}
-    products: list[ProductRate] = []
-    attention: list[AttentionRate] = []
-    for i, dtype in enumerate(DTYPES):
-        name = str(dtype).removeprefix("torch.")
-        on_progress(2 * i + 1, total, f"products of {name}")
-        flops[name] = product_rate(where, dtype)
-        products += product_rates(where, dtype, flops[name])
-        on_progress(2 * i + 2, total, f"attention of {name}")
-        attention += attention_rates(where, dtype)
-    on_progress(total - 3, total, "functions and calls")
-    functions, call = function_rates(where), call_seconds(where) if where.type == "cpu" else None
-    on_progress(total - 2, total, "memory")
-    bandwidth = memory_rate(where)
-    fresh = fresh_rate(where) if where.type == "cpu" else None  # elsewhere PyTorch keeps what it has allocated
-    on_progress(total - 1, total, "copies to the host")
-    to_host, from_host = _host_rates(where) if where.type == "cuda" else (None, None)
+    fastest: dict[torch.dtype, float] = {}
+    rounds = [_measure(where, fastest, say) for _ in range(ROUNDS)]
     on_progress(total, total, "")
+    one = rounds[0]
     return DeviceSpec(
         name=identity(where),
         source=f"measured on {datetime.date.today().isoformat()}",
-        flops=flops,
-        bandwidth=bandwidth,
-        to_host=to_host,
-        from_host=from_host,
+        flops=_medians([r.flops for r in rounds]),
+        bandwidth=statistics.median(r.bandwidth for r in rounds),
+        to_host=_median([r.to_host for r in rounds]),
+        from_host=_median([r.from_host for r in rounds]),
         disks=(disk,),
-        products=tuple(products),
-        attention=tuple(attention),
-        functions=functions,
-        fresh=fresh,
-        call=call,
+        products=tuple(
+            replace(p, rate=statistics.median(r.products[i].rate for r in rounds)) for i, p in enumerate(one.products)
+        ),
+        attention=tuple(
+            replace(
+                a,
+                forward=statistics.median(r.attention[i].forward for r in rounds),
+                backward=statistics.median(r.attention[i].backward for r in rounds),
+            )
+            for i, a in enumerate(one.attention)
+        ),
+        functions=_medians([r.functions for r in rounds]),
+        fresh=_median([r.fresh for r in rounds]),
+        call=_median([r.call for r in rounds]),
     )
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What one round of measurements found; the attributes are those of :class:`DeviceSpec`."""
+
+    flops: dict[str, float]
+    products: list[ProductRate]
+    attention: list[AttentionRate]
+    functions: dict[str, float]
+    bandwidth: float
+    fresh: float | None
+    call: float | None
+    to_host: float | None
+    from_host: float | None
+
+
+def _measure(where: torch.device, fastest: dict[torch.dtype, float], say: Callable[[str], None]) -> _Round:
+    """One round; `fastest` holds what the first one found for large products, so that all try the same sizes."""
+    flops: dict[str, float] = {}
+    products: list[ProductRate] = []
+    attention: list[AttentionRate] = []
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        say(f"products of {name}")
+        flops[name] = product_rate(where, dtype)
+        products += product_rates(where, dtype, fastest.setdefault(dtype, flops[name]))
+        say(f"attention of {name}")
+        attention += attention_rates(where, dtype)
+    on_cpu = where.type == "cpu"
+    say("functions and calls")
+    functions, call = function_rates(where), call_seconds(where) if on_cpu else None
+    say("memory")
+    bandwidth, fresh = memory_rate(where), fresh_rate(where) if on_cpu else None  # elsewhere PyTorch keeps its memory
+    say("copies to the host")
+    to_host, from_host = _host_rates(where) if where.type == "cuda" else (None, None)
+    return _Round(flops, products, attention, functions, bandwidth, fresh, call, to_host, from_host)
+
+
+def _median(found: Sequence[float | None]) -> float | None:
+    """Of the rounds' figures, where there are any."""
+    known = [f for f in found if f is not None]
+    return statistics.median(known) if known else None
+
+
+def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
 def render_device(spec: DeviceSpec) -> Table:

@@ -29,7 +29,7 @@ ROW = 256
 FRESH_BYTES = 64 << 20
 """More than a C library keeps for the next allocation."""
 CALLS = 1000
-REPEATS = 5
+REPEATS = 3
 LEAST_SECONDS = 2e-3
 """What takes less is done several times between two looks at the clock."""
 

@@ -71,6 +71,7 @@ class Request:
         treatments: what becomes of each, by name.
         parameters: for each of the graph's inputs, whether it is a parameter.
         mutated: for each of the graph's inputs, whether the step changes it.
+        given: for each of the graph's inputs, whether it is an activation that was made before the graph.
         fuses: whether a compiler that fuses pointwise operators takes the graphs.
         around: the boundary layers whose call the whole graph is part of, outermost first.
         frame: the Python frame it was captured from.
@@ -82,6 +83,7 @@ class Request:
     treatments: Mapping[str, Treatment]
     parameters: tuple[bool, ...] = ()
     mutated: tuple[bool, ...] = ()
+    given: tuple[bool, ...] = ()
     fuses: bool = False
     around: tuple[BoundaryLayer, ...] = ()
     frame: Frame = field(default_factory=Frame)
@@ -148,6 +150,7 @@ def _plan(run: _Run) -> None:
         run.regions,
         run.request.treatments,
         learned=set(run.inputs_where(run.request.parameters)) | run.differentiated(),
+        given=set(run.inputs_where(run.request.given)),
         num_forward_outputs=run.num_forward_outputs,
     )
 
@@ -293,7 +296,8 @@ def rewrite(
 def _verify(run: _Run, after: str) -> None:
     where = f"after pass {after!r}"
     if run.forward is None or run.backward is None:
-        verify_joint(run.joint.graph, where, _recomputed(run), told="tags" in run.seconds)
+        given = run.inputs_where(run.request.given)
+        verify_joint(run.joint.graph, where, _recomputed(run), given, told="tags" in run.seconds)
     else:
         offload = run.request.settings.offload if "overlap" in run.seconds else None
         limits = None

@@ -344,7 +344,9 @@ def test_a_layer_that_is_the_root_of_its_own_graph() -> None:
     for record in found:
         joint = {n.name for n in record.joint.graph.nodes if n.op == "call_function" and G.is_forward(n)}
         assert {n.name for n in record.regions[0].nodes} == joint, "the whole graph is the region"
-        assert not record.transfers, "what it starts from is an input of the graph"
+    (boundary,) = found[0].plan.boundaries
+    assert boundary.node in found[0].activations, "what it starts from is an input of the graph"
+    assert [list(record.transfers) for record in found] == [[boundary.name], []] and boundary.name == "blocks_0_input"
 
 
 def test_a_graph_break_inside_a_layer() -> None:

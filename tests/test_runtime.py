@@ -17,6 +17,8 @@ import fxckpt
 from fxckpt.rewrite.offload import _layout
 from fxckpt.runtime import host, pool
 from fxckpt.runtime.stats import Meter
+from fxckpt.runtime.store import Store, reload, wait_offload, wait_reload
+from fxckpt.runtime.transfer import transfer_of
 from fxckpt.transform import _say_offload_saves_nothing
 from tests.helpers import assert_close, assert_same, grads, train_step
 from tests.situations.models import Residual, Stack, stack
@@ -277,7 +279,7 @@ CPU = torch.device("cpu")
 
 
 def offload(x: torch.Tensor, name: str, place: str) -> torch.Tensor:
-    handle: torch.Tensor = torch.ops.fxckpt.offload(x, name, "blocks.0", place, [])
+    handle: torch.Tensor = torch.ops.fxckpt.offload(x, name, "blocks.0", place, False, [])
     torch.ops.fxckpt.wait_offload(handle, x, [])
     return handle
 
@@ -464,3 +466,45 @@ def test_offload_on_a_cpu_model_is_told_once(caplog: pytest.LogCaptureFixture) -
         for x in inputs():
             run(x=x).backward()
     assert len([r for r in caplog.records if "saves no memory" in r.getMessage()]) == 1
+
+
+# ---- what several graphs are given ---------------------------------------------------------------------------------
+
+
+def test_a_given_activation_is_known_as_long_as_it_is_there_and_unchanged() -> None:
+    found = Store()
+
+    def send(x: torch.Tensor, given: bool = True) -> torch.Tensor:
+        return found.offload(x, "x", "blocks.0", "cpu", given)
+
+    x = torch.randn(4, 8)
+    first, second = send(x), send(x)
+    assert transfer_of(first) is transfer_of(second) and found.stats().offloads == 1
+    assert transfer_of(send(x, given=False)) is not transfer_of(first)
+    assert transfer_of(send(x.t())) is not transfer_of(first), "other strides"
+    before = x.clone()
+    third = send(x.add_(1))
+    assert transfer_of(third) is not transfer_of(first)
+    for handle, want in ((first, before), (second, before), (third, x)):
+        wait_offload(handle)
+        back = reload(handle, CPU, x.stride())
+        wait_reload(back, handle)
+        assert torch.equal(back, want)
+    number = transfer_of(third).number  # type: ignore[union-attr]
+    del third, handle
+    assert transfer_of(send(x)).number != number, "the transfer was over"  # type: ignore[union-attr]
+
+
+def test_a_given_activation_is_not_taken_for_one_that_lay_where_it_lies() -> None:
+    found, handles, places = Store(), [], set()
+    for i in range(20):
+        x = torch.full((64, 1024), float(i))  # PyTorch gives its memory again
+        places.add(x.data_ptr())
+        handles.append(found.offload(x, "x", "blocks.0", "cpu", True))
+        wait_offload(handles[-1])
+        del x
+    assert len(places) < 20
+    for i, handle in enumerate(handles):
+        back = reload(handle, CPU, (1024, 1))
+        wait_reload(back, handle)
+        assert bool((back == i).all())

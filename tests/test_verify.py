@@ -153,7 +153,7 @@ def offload_of(run: Any, source: fx.Node) -> None:
     """Move `source` away and back, as the transfer pass would."""
     graph, name, ops = run.forward.graph, "extra", torch.ops.fxckpt
     with graph.inserting_after(source):
-        made = graph.call_function(ops.offload.default, (source, name, "", "cpu", []))
+        made = graph.call_function(ops.offload.default, (source, name, "", "cpu", False, []))
     G.set_value(made, G.value(source))
     with graph.inserting_before(G.output_node(graph)):
         graph.call_function(ops.wait_offload.default, (made, source, []))

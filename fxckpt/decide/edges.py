@@ -25,6 +25,8 @@ class Draft:
     backward: set[fx.Node]
     parametric: set[fx.Node]
     outputs: set[fx.Node]
+    given: set[fx.Node]
+    """Activations of an earlier graph, which are inputs of this one."""
     readers: dict[fx.Node, list[Region]] = field(default_factory=dict)
     exits: set[fx.Node] = field(default_factory=set)
     free: set[fx.Node] = field(default_factory=set)
@@ -59,9 +61,12 @@ def find_entries(draft: Draft) -> None:
     partial: list[tuple[fx.Node, Region]] = []
     for node, region in draft.owner.items():
         for read in node.all_input_nodes:
+            base = G.view_base(read)
+            if base in draft.given:
+                _add_reader(draft, base, region)
             if draft.owner.get(read) is region or read.op != "call_function" or read in draft.backward:
                 continue
-            if G.tensor(read) is None or G.view_base(read).op != "call_function":
+            if G.tensor(read) is None or base.op != "call_function":
                 continue
             if read not in draft.parametric:
                 _try_free(draft, read)
@@ -79,7 +84,7 @@ def find_entries(draft: Draft) -> None:
 def start_from_what_is_saved(draft: Draft) -> None:
     """Rule 3: of two values of which one is made of the other, save the one that the backward reads."""
     for node in list(draft.readers):
-        if draft.moves(node, draft.readers[node]):
+        if node in draft.given or draft.moves(node, draft.readers[node]):
             continue
         chain = _made_of(draft, node)
         if chain is None:

@@ -6,7 +6,8 @@ decides only; ``rewrite`` obeys the tags, and a graph without tags is left as it
 Rules, in the order they are applied to a recomputed region:
 
 1. A value read by the region but made outside is a *boundary activation*, and saved. Of a chain of views the tensor
-   that owns the storage is saved, once, unless a view shows only a part of it.
+   that owns the storage is saved, once, unless a view shows only a part of it. An input of the graph, which is there
+   anyway, is one where it is an activation of an earlier graph that is to leave device memory.
 2. If such a value does not depend on a parameter (masks, rotary tables, position ids) and is cheap to recompute from
    graph inputs that are smaller, it is recomputed instead.
 3. If such a value is a cheap function of ONE other that the backward needs anyway (a layer norm's result, of its
@@ -111,6 +112,7 @@ def make_plan(
     treatments: Mapping[str, Treatment],
     *,
     learned: set[fx.Node],
+    given: set[fx.Node] | None = None,
     num_forward_outputs: int,
 ) -> GraphPlan:
     """Tag `graph` and say what was decided.
@@ -120,6 +122,8 @@ def make_plan(
         regions: its regions.
         treatments: by layer name, with nothing left open; layers that are missing are kept.
         learned: the placeholders that are parameters, or activations made from parameters in an earlier graph.
+        given: the placeholders that are such activations, made before this graph: where each layer is a graph of its
+            own, what it starts from. They are saved whatever is planned, and leave device memory if they are to.
         num_forward_outputs: how many of the graph's outputs are the forward's.
     """
     owner = _owners(regions, treatments)
@@ -129,13 +133,14 @@ def make_plan(
     )
     parametric = _dependents(graph, learned)
     names = TransferNames(regions)
-    kept = kept_to_move(regions, treatments, owner)
+    given = given or set()
+    kept = kept_to_move(regions, treatments, owner, given)
     if not owner:
         tag_kept(kept, parametric, names)
         return GraphPlan(region_plans)
     backward = G.backward_nodes(graph)
     outputs = {n for n in G.output_args(graph)[:num_forward_outputs] if isinstance(n, fx.Node)}
-    draft = Draft(owner, treatments, kept, backward, parametric, outputs)
+    draft = Draft(owner, treatments, kept, backward, parametric, outputs, given)
     find_exits(draft)
     find_entries(draft)
     start_from_what_is_saved(draft)
@@ -191,10 +196,12 @@ def _name_boundaries(draft: Draft, names: TransferNames) -> dict[fx.Node, tuple[
         draft.readers, key=lambda n: (min(r.index for r in draft.readers[n]), n not in draft.parametric, n)
     ):
         readers = draft.readers[node]
+        moves = draft.moves(node, readers) and not aliases_output(draft, node)
+        if node in draft.given and not moves:
+            continue
         stem = names.of(readers[0], "input")
         count = used[stem] = used.get(stem, -1) + 1
         name = f"{stem}_{count}" if count else stem
-        moves = draft.moves(node, readers) and not aliases_output(draft, node)
         val = G.tensor(node)
         assert val is not None
         shape = tuple(G.hint(s) for s in val.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from torch import fx
 
@@ -13,15 +13,20 @@ from fxckpt.decide.transfer_names import TransferNames
 
 
 def kept_to_move(
-    regions: Sequence[Region], treatments: Mapping[str, Treatment], owner: Mapping[fx.Node, Region]
+    regions: Sequence[Region],
+    treatments: Mapping[str, Treatment],
+    owner: Mapping[fx.Node, Region],
+    given: Container[fx.Node] = (),
 ) -> dict[fx.Node, Region]:
-    """For each node of a kept region that is to be offloaded, the innermost such region."""
+    """For each node of a kept region that is to be offloaded, and each of `given` that it reads, the innermost such."""
     found: dict[fx.Node, Region] = {}
     seen = set(owner)
     for region in reversed(regions):  # a nested one comes behind the one around it, and its own treatment holds
         treatment = treatments.get(region.layer.name, Treatment.KEEP)
         if not treatment.recompute:
-            found |= {node: region for node in region.nodes if treatment.offload and node not in seen}
+            own = [node for node in region.nodes if treatment.offload and node not in seen]
+            found |= {read: region for node in own for read in node.all_input_nodes if read in given}
+            found |= {node: region for node in own}
             seen.update(region.nodes)
     return found
 

@@ -54,7 +54,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
             return []
         chain.append(chain[-1].all_input_nodes[0])
     base = chain[-1]
-    usable = len(chain) > 1 and base.op == "call_function" and G.tensor(base) is not None and _is_kept(base)
+    usable = len(chain) > 1 and G.tensor(base) is not None and _is_kept(base)
     return chain[::-1] if usable else []
 
 

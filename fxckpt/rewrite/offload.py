@@ -1,7 +1,7 @@
 """Pass on the forward and backward graph: move boundary activations out of device memory and back.
 
 forward:   add_5 = ...
-           offload_layers_3_input = fxckpt.offload(add_5, 'layers_3_input', 'layers.3', 'cpu', [])
+           offload_layers_3_input = fxckpt.offload(add_5, 'layers_3_input', 'layers.3', 'cpu', False, [])
            ...
            fxckpt.wait_offload(offload_layers_3_input, add_5, [])
            return ..., offload_layers_3_input
@@ -35,7 +35,8 @@ def insert_transfers(
 ) -> list[str]:
     """Insert the four nodes of a transfer for every saved value whose tag asks for it.
 
-    An activation whose memory stays, because an output or something saved shares it, is left where it is.
+    An activation whose memory stays, because an output or something saved shares it, is left where it is. Of the
+    graph's inputs those leave that are activations of an earlier graph, which lets them go after this one.
 
     Needs: tags on the forward graph's nodes; saved values after the first `num_forward_outputs` outputs.
     Leaves: in the forward an offload right after the value and its wait at the end; in the backward a reload and its
@@ -63,7 +64,7 @@ def insert_transfers(
         tag = G.tag(node) if isinstance(node, fx.Node) else None
         if tag is None or not _wants_offload(node) or G.view_base(node) in staying:
             continue
-        if G.view_base(node).op == "placeholder" or node in moved:
+        if ((base := G.view_base(node)).op == "placeholder" and base is not node) or node in moved:
             continue
         region = regions[tag.regions[0]] if regions and tag.regions else ""
         moved[node] = _offload(forward.graph, node, tag, region, place)
@@ -75,15 +76,16 @@ def insert_transfers(
 
 def _wants_offload(node: fx.Node) -> bool:
     tag = G.tag(node)
-    if tag is None or not tag.offload or node.op != "call_function":
+    if tag is None or not tag.offload:
         return False
     return tag.kind is not G.Kind.KEPT or G.nbytes(node) >= LEAST_BYTES
 
 
 def _offload(graph: fx.Graph, node: fx.Node, tag: G.Tag, region: str, place: str) -> fx.Node:
     op = torch.ops.fxckpt.offload.default
-    rest: tuple[Any, ...] = (tag.name, region, place, [])
-    with graph.inserting_after(node):
+    given = node.op == "placeholder"
+    rest: tuple[Any, ...] = (tag.name, region, place, given, [])
+    with graph.inserting_after(G.placeholders(graph)[-1] if given else node):
         made = graph.create_node("call_function", op, (node, *rest), name=f"offload_{tag.name}")
     _describe(made, node, _run_fake(op, (G.value(node), *rest)))
     with graph.inserting_before(G.output_node(graph)):

@@ -5,7 +5,7 @@ Each check is written from what the graph says alone, not from what the passes m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import fx
@@ -18,7 +18,11 @@ _SAVED = (G.Kind.BOUNDARY, G.Kind.STATE, G.Kind.NAMED)
 
 
 def verify_joint(
-    graph: fx.Graph, where: str, recomputed: Mapping[fx.Node, str] | None = None, told: bool = False
+    graph: fx.Graph,
+    where: str,
+    recomputed: Mapping[fx.Node, str] | None = None,
+    given: Container[fx.Node] = (),
+    told: bool = False,
 ) -> None:
     """Check a joint graph.
 
@@ -26,6 +30,7 @@ def verify_joint(
         graph: the joint graph.
         where: opens the message of an error.
         recomputed: once it is planned, the nodes of recomputed regions, each with its region's name.
+        given: the inputs that are activations of an earlier graph.
         told: whether the partitioner has been told what the tags ask for.
 
     Raises:
@@ -38,7 +43,7 @@ def verify_joint(
         tag = G.tag(node)
         if tag is None:
             continue
-        if node in backward or node.op != "call_function":
+        if node in backward or (node.op != "call_function" and node not in given):
             raise VerifyError(f"{where}: {node.name} carries the tag {tag.kind.value} but is no forward value.")
         if told:
             _check_policy(node, tag, where)
@@ -49,7 +54,7 @@ def verify_joint(
 
 
 def _check_policy(node: fx.Node, tag: G.Tag, where: str) -> None:
-    if tag.kind is G.Kind.KEPT:
+    if tag.kind is G.Kind.KEPT or node.op == "placeholder":  # an input is saved wherever the backward reads it
         return
     if tag.kind in _SAVED:
         if not G.keeps_saved(node):

@@ -75,7 +75,7 @@ def _check_offloads(offloads: list[fx.Node], kept: set[fx.Node], saved: Sequence
             raise VerifyError(f"{where}: {node.name} must be waited for once, with {source.name}, in the forward.")
         if source in saved:
             raise VerifyError(f"{where}: {source.name} is offloaded and saved on the device as well.")
-        if base.op == "placeholder":
+        if base.op == "placeholder" and not (base is source and G.argument(node, "given")):
             raise VerifyError(f"{where}: {node.name} offloads {base.name}, an input of the graph.")
         if base in kept:
             raise VerifyError(f"{where}: {node.name} offloads {source.name}, which an output of the graph keeps alive.")

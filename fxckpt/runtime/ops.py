@@ -32,7 +32,7 @@ from fxckpt.runtime import store
 _library = torch.library.Library("fxckpt", "FRAGMENT")
 _library.define("boundary(Tensor activation) -> Tensor")  # stands in graphs being rewritten, and is never run
 _library.define("after(Tensor(a!) value, Tensor[] first) -> ()")
-_library.define("offload(Tensor activation, str name, str region, str place, Tensor[] first) -> Tensor")
+_library.define("offload(Tensor activation, str name, str region, str place, bool given, Tensor[] first) -> Tensor")
 _library.define("wait_offload(Tensor(a!) handle, Tensor activation, Tensor[] first) -> ()")
 _library.define(
     "reload(Tensor handle, Device device, str name, int[]? order, SymInt[]? stride, Tensor[] first) -> Tensor"
@@ -41,9 +41,9 @@ _library.define("wait_reload(Tensor(a!) device, Tensor handle, Tensor[] first) -
 
 
 def _offload(
-    activation: torch.Tensor, name: str, region: str, place: str, first: Sequence[torch.Tensor]
+    activation: torch.Tensor, name: str, region: str, place: str, given: bool, first: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    return store.current(place).offload(activation, name, region, place)
+    return store.current(place).offload(activation, name, region, place, given)
 
 
 def _offload_fake(activation: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from fxckpt.runtime.disk import DiskTier
 from fxckpt.runtime.host import HostTier
 from fxckpt.runtime.stats import Account, Meter, TransferStats
 from fxckpt.runtime.tier import Tier, fill, own_elements
-from fxckpt.runtime.transfer import Transfer, carry, make_handle, transfer_of
+from fxckpt.runtime.transfer import Gone, Transfer, carry, make_handle, transfer_of
 from fxckpt.torch_private import hooks_on_saved_tensors
 
 MakeTier = Callable[[str, torch.device, Meter], Tier]
@@ -42,6 +42,7 @@ class Store:
         self._lock = threading.Lock()
         self._disks: dict[str, DiskTier] = {}
         self._tiers: dict[tuple[str, str], Tier] = {}
+        self._given = Gone()
         _stores.add(self)
 
     def begin_step(self) -> None:
@@ -70,10 +71,19 @@ class Store:
                 'room, or choose another folder, fxckpt.Offload(to="disk", dir=...), or a larger every_n.'
             ) from error
 
-    def offload(self, activation: torch.Tensor, name: str, region: str, place: str) -> torch.Tensor:
-        """Begin to move `activation` out; its handle."""
+    def offload(
+        self, activation: torch.Tensor, name: str, region: str, place: str, given: bool = False
+    ) -> torch.Tensor:
+        """Begin to move `activation` out; its handle.
+
+        What is `given` by an earlier graph and went out from another graph already, as what a whole decoder reads does,
+        does not go once more.
+        """
         if hooks_on_saved_tensors():
             return carry(activation)
+        gone = self._given.find(activation) if given else None
+        if gone is not None:
+            return make_handle(gone, activation)
         if not self._told and self._meter.idle():
             self.begin_step()
         own = own_elements(activation)
@@ -84,6 +94,8 @@ class Store:
             transfer.stored = self._tier(place, own.device).offload(own, account)
         account.moved("offload")
         transfer.begin()
+        if given:
+            self._given.add(activation, transfer)
         return make_handle(transfer, activation)
 
     def _tier(self, place: str, device: torch.device) -> Tier:
@@ -113,6 +125,7 @@ class Store:
         """In a child process, where a thread of the parent may have held a lock."""
         self._lock = threading.Lock()
         self._meter.after_fork()
+        self._given = Gone()
         for disk in self._disks.values():
             disk.after_fork()
 

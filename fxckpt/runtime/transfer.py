@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import array
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxckpt.errors import FxckptError, TransferError
 from fxckpt.runtime.stats import Account, Held
@@ -106,6 +109,34 @@ def transfer_of(handle: torch.Tensor) -> Transfer | None:
             "without being a hook on saved tensors around the call of the model. Use either that or offload=."
         )
     return None
+
+
+class Gone:
+    """Transfers by the activation that went out, for as long as both are there and the activation is unchanged.
+
+    An activation is known by its memory, and that by a weak reference: another one may come to lie at its address.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Transfer]]] = {}
+
+    def find(self, activation: torch.Tensor) -> Transfer | None:
+        """The transfer of `activation`, if it has gone out already."""
+        with self._lock:
+            storage, transfer = self._found.get(_identity(activation), (None, None))
+        return None if storage is None or transfer is None or storage.expired() else transfer()
+
+    def add(self, activation: torch.Tensor, transfer: Transfer) -> None:
+        """`activation` goes out."""
+        with self._lock:
+            self._found = {k: v for k, v in self._found.items() if not v[0].expired() and v[1]() is not None}
+            self._found[_identity(activation)] = StorageWeakRef(activation.untyped_storage()), weakref.ref(transfer)
+
+
+def _identity(activation: torch.Tensor) -> tuple[Any, ...]:
+    where = activation.untyped_storage().data_ptr(), activation.storage_offset(), activation.device
+    return (*where, activation.dtype, tuple(activation.size()), activation.stride(), activation._version)
 
 
 def carry(activation: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ def _why(record: GraphRecord, node: fx.Node, regions: Mapping[str, Region]) -> t
     region = count.region_of(node, regions)
     where = None if region is None else region.name
     tag = G.tag(node)
-    if G.view_base(node).op == "placeholder":
+    if G.view_base(node).op == "placeholder" and tag is None:
         return Why.EARLIER, where
     if G.is_rng_state(node):
         return Why.RANDOM, where

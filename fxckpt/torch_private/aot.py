@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxckpt.torch_private.dynamo import frame_evaluation_paused
+from fxckpt.torch_private.dynamo import frame_evaluation_paused, source_name
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -39,12 +39,14 @@ class JointCapture:
         inputs: the flat inputs (fake tensors), in the order of the graph's first placeholders.
         parameters: for each input, whether it is a module's parameter.
         mutated: for each input, whether the step changes its data.
+        given: for each input, whether it is an activation: it gets a gradient, is no parameter, and is not changed.
         fuses: whether Inductor compiles the graphs, and so fuses pointwise operators into what reads them.
     """
 
     inputs: Sequence[Any]
     parameters: tuple[bool, ...]
     mutated: tuple[bool, ...]
+    given: tuple[bool, ...] = ()
     fuses: bool = False
 
 
@@ -150,17 +152,16 @@ def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any, part
     parameters = []
     for i, item in enumerate(inputs):
         if i < len(sources):
-            parameters.append("_parameters[" in _source_name(sources[i]))
+            parameters.append("_parameters[" in source_name(sources[i]))
         else:  # not from Dynamo: inputs that live as long as the model
             parameters.append(isinstance(item, nn.Parameter) or i in static)
     info = fw_metadata.input_info
     mutated = [i < len(info) and bool(info[i].mutates_data) for i in range(len(inputs))]
-    return JointCapture(inputs, tuple(parameters), tuple(mutated), is_inductor_partition(partition))
-
-
-def _source_name(source: Any) -> str:
-    name = source.name  # a method up to torch 2.9, a property since
-    return str(name() if callable(name) else name)
+    given = [
+        i < len(info) and bool(info[i].requires_grad) and not (fixed or changed or isinstance(inputs[i], nn.Parameter))
+        for i, (fixed, changed) in enumerate(zip(parameters, mutated, strict=True))
+    ]
+    return JointCapture(inputs, tuple(parameters), tuple(mutated), tuple(given), is_inductor_partition(partition))
 
 
 def aot_backend(

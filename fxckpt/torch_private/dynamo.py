@@ -237,23 +237,59 @@ def _root_translator() -> Any:
     return None
 
 
-def guard_root_module(check: Callable[[nn.Module], bool], text: str) -> None:
-    """Let Dynamo reuse the frame it is compiling only for a module that passes `check`.
+def guard_modules(make_check: Callable[[nn.Module], Callable[[Any], bool] | None], text: str) -> None:
+    """Let Dynamo reuse the frame it is compiling only with modules that pass a check.
 
-    Frames of their own (after a graph break) are compiled once for all modules of a class that look alike.
+    Frames of their own (after a graph break) are compiled once for all modules of a class that look alike, be it the
+    one whose method it is, one that is an argument, or one that is reached through another object.
 
     Args:
-        check: called with the module whose method it is, before each reuse.
+        make_check: called with each module that the frame reaches but by way of a guarded one; gives what is called
+            with the module before each reuse, or None where any module will do.
         text: what Dynamo's logs call the guard.
     """
-    context, local = TracingContext.try_get(), _root_local()
-    if context is None or local is None:
+    context, root = TracingContext.try_get(), _root_local()
+    if context is None:
         return
+    guards = context.guards_context.dynamo_guards
+    sources = {source_name(g.originating_source): g.originating_source for g in list(guards)}
+    if root is not None:
+        sources = {f"L[{root[0]!r}]": LocalSource(root[0], is_input=True), **sources}
+    translator = _root_translator()
+    places = {"L": getattr(translator, "f_locals", {}), "G": getattr(translator, "f_globals", {})}
+    covered: list[str] = []
+    for name, source in sorted(sources.items(), key=lambda item: len(item[0])):
+        if any(name.startswith((f"{outer}.", f"{outer}[")) for outer in covered):
+            continue
+        module = _reached(name, places)
+        if module is None:
+            continue
+        check = make_check(module)
+        if check is not None:
+            covered.append(name)
+            guards.add(Guard(source, _checked_by(check, text)))
 
-    def root_module_guard(builder: Any, guard: Guard) -> None:
+
+def _reached(name: str, places: dict[str, Any]) -> nn.Module | None:
+    """The module that a source's name, a Python expression over local and global names, stands for, or None."""
+    try:
+        found = eval(name, dict(places))
+    except Exception:  # names of what Dynamo makes itself are no such expressions
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _checked_by(check: Callable[[Any], bool], text: str) -> Callable[[Any, Guard], None]:
+    def module_guard(builder: Any, guard: Guard) -> None:
         builder.get_guard_manager(guard).add_lambda_guard(check, [text], None)
 
-    context.guards_context.dynamo_guards.add(Guard(LocalSource(local[0], is_input=True), root_module_guard))
+    return module_guard
+
+
+def source_name(source: Any) -> str:
+    """Where Dynamo finds an input, such as ``L['self']._parameters['weight']``."""
+    name = source.name  # a method up to torch 2.9, a property since
+    return str(name() if callable(name) else name)
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:

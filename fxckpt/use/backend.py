@@ -75,8 +75,7 @@ class MarkingBackend:
         captured = torch_private.captured_root_module()
         root = self._root(state, captured)
         marks.mark(gm, state.frame_key(root))
-        if root is captured and root is not None and root is not state.model:
-            self._guard(state, root)
+        torch_private.guard_modules(self._alike, "fxckpt: layers recomputed alike")
         captures, hits = state.captures, torch_private.cache_hits()
         frame = state.frame(root)
         inner = self.inner
@@ -99,15 +98,17 @@ class MarkingBackend:
             return captured
         return next((m for m in torch_private.active_modules() if id(m) in inside), None)
 
-    def _guard(self, state: State, root: nn.Module) -> None:
-        """Reuse the frame of `root` only for modules whose layers are treated as its are."""
-        wanted, held = state.treatment_pattern(root), self._state
+    def _alike(self, module: nn.Module) -> Callable[[Any], bool] | None:
+        """Whether another module's layers are treated as those of `module` are; None for one of another model."""
+        held, wanted = self._state, self.state.treatment_pattern(module)
+        if not wanted:
+            return None
 
-        def same_treatment(module: nn.Module) -> bool:
+        def same_treatment(other: Any) -> bool:
             alive = held()
-            return alive is not None and alive.treatment_pattern(module) == wanted
+            return alive is not None and alive.treatment_pattern(other) == wanted
 
-        torch_private.guard_root_module(same_treatment, "fxckpt: layers recomputed alike")
+        return same_treatment
 
 
 def _refuse_cuda_graphs(inputs: Sequence[Any]) -> None:

@@ -127,6 +127,7 @@ class State:
             treatments=decide_layers(layers, self.settings),
             parameters=capture.parameters,
             mutated=capture.mutated,
+            given=capture.given,
             fuses=capture.fuses,
             around=_around(self.model, layers, root),
             frame=frame,

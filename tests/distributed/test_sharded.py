@@ -119,3 +119,21 @@ def layers_recomputed(rank: int) -> tuple[list[str], int]:
 def test_each_rank_recomputes_the_same(ranks: Ranks) -> None:
     first, second = ranks.run(layers_recomputed)
     assert first == second and first[0] == ["model.layers.0", "model.layers.2"] and first[1] > 0
+
+
+def moved(rank: int, around: bool, compiled: bool) -> tuple[int, int, int]:
+    """Transfers of one step, of three layers, and the bytes of the activations that those start from."""
+    model = qwen3(3)
+    t = changed(model if around else sharded(model))
+    run = sharded(t) if around else t
+    batch = part(rank)
+    trained(rank, model, torch.compile(run) if compiled else run)
+    stats = fxckpt.stats(t)
+    return stats.offloads, stats.reloads, stats.offloaded_bytes // (batch["input_ids"].numel() * 4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_what_each_layer_starts_from_is_offloaded(ranks: Ranks, around: bool, compiled: bool) -> None:
+    for offloads, reloads, widths in ranks.run(moved, around, compiled):
+        assert (offloads, reloads, widths) == (3, 3, 3 * qwen3(1).config.hidden_size)

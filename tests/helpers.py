@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxckpt
 from tests.zoo import get_loss
 
 T = TypeVar("T")
@@ -165,6 +166,12 @@ def boundary_layers(name: str, model: nn.Module) -> tuple[type[nn.Module], ...] 
     best = {cls for cls, n in found.items() if n == most}
     holders = {type(m) for m in model.modules() for c in m.modules() if c is not m and type(c) in best}
     return tuple(cls for cls in found if cls in best - holders)
+
+
+def recomputed(t: nn.Module) -> set[str]:
+    """Names of the layers that captured graphs recompute."""
+    chosen = set(fxckpt.selected_layers(t))
+    return {r.layer.name for g in fxckpt.graphs(t) for r in g.regions if r.layer.name in chosen}
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------

@@ -213,6 +213,11 @@ def calling(store: Store) -> Iterator[None]:
         _calling.store = before
 
 
+def is_called(store: Store) -> bool:
+    """Whether this thread is in a call of the model of `store`."""
+    return getattr(_calling, "store", None) is store
+
+
 def current(place: str) -> Store:
     """The store of the model this thread is calling, or the one shared by models that others' functions call."""
     found: Store | None = getattr(_calling, "store", None)

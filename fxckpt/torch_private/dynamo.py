@@ -144,6 +144,8 @@ def capturing(recurrent: bool, widely: bool) -> Iterator[None]:
         }
     if buckets_too_small():
         changes["optimize_ddp"] = False
+    if hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"):
+        changes["invalidate_compile_context_weakrefs"] = True  # else what is captured can't be swapped (swap_tensors)
     with torch._dynamo.config.patch(changes):
         try:
             yield

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
 from fxckpt import torch_private
+from fxckpt.capture import marks
 from fxckpt.errors import CaptureError, FxckptError, UnsupportedError
-from fxckpt.runtime.store import calling
+from fxckpt.runtime.store import calling, is_called
 from fxckpt.torch_private import UserBackend
 from fxckpt.use import hf
 from fxckpt.use.backend import MarkingBackend, plain_backend
@@ -32,21 +34,31 @@ PLAIN = UserBackend(plain_backend, fullgraph=False, recompile_limit=64)
 graph."""
 
 
-def call(state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model; `callback` is Dynamo's, as it was before frame evaluation was paused."""
-    if not torch.is_grad_enabled() or not state.settings.enabled:
-        return _under(callback, state.model.forward, args, kwargs)
+Forward = Callable[..., Any]
+
+
+def call(
+    state: State, callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Forward | None = None
+) -> Any:
+    """Run the model; `callback` is Dynamo's, as it was before frame evaluation was paused.
+
+    `replaced` is captured in place of the model's forward, where there is one (``use/replaced.py``); it has no budget.
+    """
+    if not torch.is_grad_enabled() or not state.settings.enabled or is_called(state.store):
+        return under(callback, state.model.forward, args, kwargs)
     user = torch_private.user_backend(callback) or PLAIN
-    state.keep_budget(args, kwargs, compiled=torch_private.is_inductor(user.compile))
+    if replaced is None:
+        state.keep_budget(args, kwargs, compiled=torch_private.is_inductor(user.compile))
     if state.settings.offload is not None and torch_private.is_inductor(user.compile):
         _refuse_hooks()
     with hf.switches_off(state.model) as taken_over:
-        kwargs = hf.without_cache(state.model, kwargs, taken_over)
+        cached = taken_over and (replaced is None or hf.accepts(replaced, "use_cache"))
+        kwargs = hf.without_cache(state.model, kwargs, cached)
         state.calls += 1
         state.store.begin_step()
         captures, frames, start = state.captures, torch_private.frames_seen(), torch_private.next_sequence_number()
         with calling(state.store):
-            out = _run(state, user, args, kwargs)
+            out = _run(state, user, replaced or state.model.forward, args, kwargs)
     recorded = [t for t in _tensors(out) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= start]
     if recorded and (state.captures != captures or not state.found or torch_private.frames_seen() != frames):
         check_captured(state)
@@ -65,7 +77,17 @@ def _refuse_hooks() -> None:
         )
 
 
-def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def inlined(state: State, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `forward` inside a frame that Dynamo is tracing, with the model's mark on what it computes."""
+    if not torch.is_grad_enabled() or not state.settings.enabled:
+        return forward(*args, **kwargs)
+    torch.ops.fxckpt.rewrite(state.key)
+    with annotate({marks.ANNOTATION: state.number}):
+        return forward(*args, **kwargs)
+
+
+def under(callback: Any, function: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `function` with Dynamo's callback as it was."""
     torch_private.set_eval_frame(callback)
     try:
         return function(*args, **kwargs)
@@ -73,16 +95,16 @@ def _under(callback: Any, function: Callable[..., Any], args: tuple[Any, ...], k
         torch_private.set_eval_frame(None)
 
 
-def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stance = torch_private.bypassing_stance()
     if stance is not None:
         raise CaptureError(
             f"fxckpt: under torch.compiler.set_stance({stance}) this call may run without the rewrite. Set the stance "
             "'default', or call the original model."
         )
-    compiled = _compiled(state, state.model.forward, user)
+    compiled = _compiled(state, forward, user)
     widely = user is PLAIN and state.widely
-    again = _snapshot(state.model) if widely else None
+    again = snapshot(state.model) if widely else None
     try:
         with torch_private.capturing(recurrent=state.recurrent, widely=widely):
             return compiled(*args, **kwargs)
@@ -97,7 +119,7 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
             raise ours from None  # Dynamo wraps what a backend raises
         if again is not None and torch_private.depends_on_data(error) and again():
             state.widely = False
-            return _run(state, user, args, kwargs)
+            return _run(state, user, forward, args, kwargs)
         if user is PLAIN and (torch_private.is_capture_failure(error) or torch_private.depends_on_data(error)):
             raise CaptureError(
                 f"fxckpt: Dynamo cannot capture this call of {type(state.model).__name__}, so its step cannot be "
@@ -107,7 +129,7 @@ def _run(state: State, user: UserBackend, args: tuple[Any, ...], kwargs: dict[st
         raise
 
 
-def _snapshot(model: torch.nn.Module) -> Callable[[], bool]:
+def snapshot(model: torch.nn.Module) -> Callable[[], bool]:
     """A function that sets the random state back to now, and says whether the model's buffers are as they are now."""
     buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
     on_cuda = torch.cuda.is_initialized()
@@ -124,7 +146,7 @@ def _snapshot(model: torch.nn.Module) -> Callable[[], bool]:
     return back
 
 
-def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> Callable[..., Any]:
+def _compiled(state: State, forward: Forward, user: UserBackend) -> Forward:
     """The original forward, compiled for this state and this backend; made once for each."""
     function = getattr(forward, "__func__", forward)
     backend = MarkingBackend(state, user.compile)
@@ -146,7 +168,7 @@ def _compiled(state: State, forward: Callable[..., Any], user: UserBackend) -> C
     return lambda *args, **kwargs: found(owner, *args, **kwargs)
 
 
-def _in_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_frame(function: Forward) -> Forward:
     """A callable object as a function: Dynamo wants a frame."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,11 @@ def cache_is_default(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def takes(model: nn.Module, name: str) -> bool:
     """Whether the model's forward takes a keyword argument `name`."""
-    forward = model.forward
+    return accepts(model.forward, name)
+
+
+def accepts(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a forward takes a keyword argument `name`."""
     return _parameter_exists(getattr(forward, "__func__", forward), name)
 
 

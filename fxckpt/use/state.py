@@ -165,9 +165,15 @@ class State:
             self.store.reserve(self.settings.offload.place, sum(r.offloaded_bytes for r in together))
 
     def reset(self, settings: Settings) -> None:
-        """Take new settings; graphs captured under the old ones are forgotten."""
+        """Take new settings; graphs captured under the old ones are forgotten.
+
+        Those of a rewrite that is switched off for a while, as preference training does for its reference, are kept.
+        """
         with self.lock:
+            alike = replace(settings, enabled=self.settings.enabled) == self.settings
             self.settings = settings
+            if alike:
+                return
             self.store = Store(checksum=settings.verify)
             self._patterns.clear()
             self.key = self._make_key()

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.traceback import annotate
 
 from fxckpt import torch_private
-from fxckpt.capture import marks
 from fxckpt.config import Settings, parse_offload
 from fxckpt.errors import FxckptError, SettingsError, UnsupportedError
-from fxckpt.use import hf, hook
-from fxckpt.use.call import call
+from fxckpt.use import hf, hook, replaced
+from fxckpt.use.call import call, inlined
 from fxckpt.use.state import State
 
 
@@ -36,7 +34,7 @@ def make_view(model: nn.Module, settings: Settings) -> nn.Module:
         "__doc__": base.__doc__,
         "_fxckpt_state": state,
         "_fxckpt_own": {},
-        "forward": _Own("forward", _forward_of(model, state)),
+        "forward": _OwnForward("forward", _forward_of(model, state)),
         "_compiled_call_impl": _Own("_compiled_call_impl", None),
         "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # a further instance is no view of this original
         "__deepcopy__": _deepcopy,
@@ -94,6 +92,16 @@ class _Own:
         type(view)._fxckpt_own.pop(self.name, None)
 
 
+class _OwnForward(_Own):
+    """The view's ``forward``. One that is put in its place is rewritten, too."""
+
+    def __set__(self, view: Any, value: Any) -> None:
+        if getattr(value, "__func__", value) is self.default:
+            self.__delete__(view)
+        else:
+            super().__set__(view, replaced.rewritten(type(view)._fxckpt_state, value))
+
+
 torch_private.run_natively(_Own.__get__)
 
 
@@ -101,20 +109,18 @@ def _forward_of(model: nn.Module, state: State) -> Callable[..., Any]:
     """The forward of a view of `model`, with the signature of the original's."""
     has_cache = hf.takes(model, "use_cache")
 
-    def inlined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or not state.settings.enabled:
-            return model.forward(*args, **kwargs)
-        if has_cache and model.training and hf.cache_is_default(model, kwargs):
+    def in_frame(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        on = torch.is_grad_enabled() and state.settings.enabled
+        if on and has_cache and model.training and hf.cache_is_default(model, kwargs):
             kwargs = {**kwargs, "use_cache": False}
-        torch.ops.fxckpt.rewrite(state.key)
-        with annotate({marks.ANNOTATION: state.number}):
-            return model.forward(*args, **kwargs)
+        return inlined(state, model.forward, args, kwargs)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return inlined(args, kwargs)
+            return in_frame(args, kwargs)
         callback = torch_private.set_eval_frame(None)
         try:
+            replaced.reached(state)
             return call(state, callback, args, kwargs)
         finally:
             torch_private.set_eval_frame(callback)

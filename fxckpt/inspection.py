@@ -58,12 +58,12 @@ def graphs(transformed: nn.Module) -> list[GraphRecord]:
         transformed: what :func:`transform` returned, compiled or wrapped or not.
 
     Raises:
-        CaptureError: nothing has been captured yet.
+        CaptureError: nothing has been captured yet, or checkpointing is switched off.
         FxckptError: not a transformed model.
     """
     state = state_of(transformed)
     state.resolve_pending()
-    if not state.records:
+    if not state.records or not state.settings.enabled:
         name = type(state.model).__name__
         raise CaptureError(
             f"No graph of {name} has been captured yet: call t(**batch) with gradients on first."

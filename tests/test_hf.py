@@ -64,6 +64,9 @@ def test_switches_steer(switch: str, in_dict: bool) -> None:
     with pytest.raises(fxckpt.CaptureError, match="switched off"):
         fxckpt.graphs(t)
 
+    getattr(t, f"{switch}_enable")()
+    assert recomputed(t) == layer_names(0, 1, 2, 3), "what was captured before is there again"
+
     getattr(t, f"{switch}_enable")(**{f"{switch}_kwargs": {"use_reentrant": False, "every_n_layers": 4}})
     assert_close(train_step(torch.compile(t, backend="aot_eager"), model, tokens()), want)
     assert recomputed(t) == layer_names(0)

@@ -43,7 +43,9 @@ from fxckpt.rewrite.obey import (
     copy_changed_inputs,
     describe_random,
     drop_foreign_tags,
+    drop_unread,
     hold_boundaries,
+    order_saved,
     random_operators,
     release_boundaries,
     tell_partitioner,
@@ -167,6 +169,8 @@ def _release(run: _Run) -> None:
     assert run.forward is not None and run.backward is not None
     release_boundaries(run.forward.graph, run.backward.graph)
     describe_random(run.forward.graph, run.backward.graph)
+    drop_unread(run.forward.graph, run.backward.graph, run.num_forward_outputs)
+    order_saved(run.forward.graph, run.backward.graph, run.num_forward_outputs)
 
 
 def _tags(run: _Run) -> None:

@@ -12,6 +12,7 @@ from fxckpt.graph.meta import example_value as example_value
 from fxckpt.graph.meta import give_name as give_name
 from fxckpt.graph.meta import given_names as given_names
 from fxckpt.graph.meta import is_forward as is_forward
+from fxckpt.graph.meta import is_opaque as is_opaque
 from fxckpt.graph.meta import is_recomputed as is_recomputed
 from fxckpt.graph.meta import keeps_saved as keeps_saved
 from fxckpt.graph.meta import module_stack as module_stack

@@ -98,6 +98,15 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
+def is_opaque(node: fx.Node) -> bool:
+    """Whether `node` stands for an object that is neither tensor nor number, such as a process group."""
+    val = value(node)
+    return val is not None and not isinstance(val, (torch.Tensor, list, tuple, bool, int, float, complex, str, *_SIZES))
+
+
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def copy_provenance(source: fx.Node, target: fx.Node) -> None:
     """Give `target`, a node made by a pass, the stack trace and module stack of `source`."""
     for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "original_aten", "custom", "partitioner_tag"):

@@ -13,6 +13,8 @@ from fxckpt.capture.regions import Region
 
 _RECOMPUTED = (G.Kind.INTERIOR, G.Kind.FREE)
 _SAVED = (G.Kind.BOUNDARY, G.Kind.NAMED)
+_KNOWN = ("aten", "prims", "fxckpt", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "inductor")
+"""Namespaces of operators that say themselves whether they draw random numbers; collectives do not."""
 
 
 def copy_changed_inputs(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
@@ -77,7 +79,7 @@ def random_operators(graph: fx.Graph) -> dict[torch._ops.OpOverload, bool]:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not G.must_recompute(node):
             continue
-        if target.namespace not in ("aten", "prims", "fxckpt"):
+        if target.namespace not in _KNOWN:
             tag = G.tag(node)
             if tag is not None and tag.kind in _RECOMPUTED:
                 found[target] = True
@@ -150,6 +152,46 @@ def describe_random(forward: fx.Graph, backward: fx.Graph) -> None:
         for node in (first, *placeholder.users):
             G.copy_provenance(drawn, node)
             G.set_value(node, (G.value(state), G.value(drawn)) if node is first else G.value(drawn))
+
+
+def drop_unread(forward: fx.Graph, backward: fx.Graph, num_forward_outputs: int) -> None:
+    """Save no value that the rewrite asked for and the backward does not read, as of the last product of a layer.
+
+    Needs: forward and backward graph. Leaves: neither the output of the forward nor the input of the backward.
+    """
+    outputs = G.output_args(forward)
+    taken = {n.name: n for n in G.placeholders(backward)}
+    kept = []
+    for node in outputs[num_forward_outputs:]:
+        tag = G.tag(node) if isinstance(node, fx.Node) else None
+        given = taken.get(node.name) if isinstance(node, fx.Node) else None
+        if tag is not None and tag.kind in _SAVED and given is not None and not given.users:
+            backward.erase_node(given)
+        else:
+            kept.append(node)
+    G.output_node(forward).args = ((*outputs[:num_forward_outputs], *kept),)
+
+
+def order_saved(forward: fx.Graph, backward: fx.Graph, num_forward_outputs: int) -> None:
+    """Put saved random states among the saved tensors.
+
+    The partitioner appends them behind what is no tensor, such as the device mesh of a DTensor, and AOTAutograd tells
+    both kinds by their places.
+
+    Needs: forward and backward graph. Leaves: of what is saved, tensors, then opaque objects, then sizes.
+    """
+    outputs = G.output_args(forward)
+    saved = outputs[num_forward_outputs:]
+    opaque = [n for n in saved if isinstance(n, fx.Node) and G.is_opaque(n)]
+    if not opaque or not any(isinstance(n, fx.Node) and G.is_rng_state(n) for n in saved[saved.index(opaque[0]) :]):
+        return
+    tensors = [n for n in saved if isinstance(n, fx.Node) and G.tensor(n) is not None]
+    sizes = [n for n in saved if n not in opaque and n not in tensors]
+    G.output_node(forward).args = ((*outputs[:num_forward_outputs], *tensors, *opaque, *sizes),)
+    taken = {n.name: n for n in G.placeholders(backward)}
+    tangent = next(n for n in G.placeholders(backward) if G.is_tangent(n))
+    for node in opaque:
+        tangent.prepend(taken[node.name])
 
 
 def tell_partitioner(graph: fx.Graph) -> None:

@@ -151,9 +151,9 @@ def _describe_capture(joint_inputs: Any, fw_metadata: Any, aot_config: Any, part
     static = set(fw_metadata.static_input_indices or ())
     parameters = []
     for i, item in enumerate(inputs):
-        if i < len(sources):
+        if i < len(sources) and sources[i] is not None:
             parameters.append("_parameters[" in source_name(sources[i]))
-        else:  # not from Dynamo: inputs that live as long as the model
+        else:  # from no Dynamo, or from another part of a graph that DDP's buckets split
             parameters.append(isinstance(item, nn.Parameter) or i in static)
     info = fw_metadata.input_info
     mutated = [i < len(info) and bool(info[i].mutates_data) for i in range(len(inputs))]

@@ -124,7 +124,7 @@ def bypassing_stance() -> str | None:
 
 
 @contextlib.contextmanager
-def capturing(recurrent: bool, widely: bool) -> Iterator[None]:
+def capturing(recurrent: bool, widely: bool, hooks: bool) -> Iterator[None]:
     """Within this context Dynamo raises :class:`RecompileLimit` where it would give up a frame and run it plainly.
 
     Args:
@@ -132,10 +132,13 @@ def capturing(recurrent: bool, widely: bool) -> Iterator[None]:
         widely: capture more than Dynamo does by default: numbers read from tensors (``item()``), operators whose shapes
             depend on data (``nonzero()``), and whole numbers that a module changes from call to call, such as a step
             counter, as values and not as constants.
+        hooks: see also hooks that modules are given after the capture, which Dynamo does not look for by default.
     """
     changes = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
     if recurrent:
         changes["allow_rnn"] = True
+    if hooks:
+        changes["skip_nnmodule_hook_guards"] = False
     if widely:
         changes |= {
             "allow_unspec_int_on_nn_module": True,

@@ -106,7 +106,7 @@ def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...
     widely = user is PLAIN and state.widely
     again = snapshot(state.model) if widely else None
     try:
-        with torch_private.capturing(recurrent=state.recurrent, widely=widely):
+        with torch_private.capturing(recurrent=state.recurrent, widely=widely, hooks=user is PLAIN):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(

@@ -58,7 +58,7 @@ def two_steps(rank: int, way: str, dropout: float) -> tuple[float, int]:
 def test_gradients_are_those_of_one_process(ranks: Ranks, way: str, dropout: float) -> None:
     for far, offloads in ranks.run(two_steps, way, dropout):
         assert far <= 5e-6
-        assert offloads == (2 if "second" in way else 3)
+        assert offloads > 3 if "saved" in way else offloads == (2 if "second" in way else 3)
 
 
 def collectives(rank: int) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fxckpt
 from fxckpt import graph as G
-from fxckpt.bench import calibrate, rates
+from fxckpt.bench import calibrate, rates, reference
 from fxckpt.cli import app
 from fxckpt.decide import device as devices
 from fxckpt.decide.clock import Clock, find_clock
@@ -254,6 +254,8 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("LEAST_SECONDS", 1e-6),
     ):
         monkeypatch.setattr(rates, name, small)
+    for name, size in {"WIDTH": 16, "HEADS": 2, "LAYERS": 2, "TOKENS": 8, "VALUES": 16}.items():
+        monkeypatch.setattr(reference, name, size)
     result = CliRunner().invoke(app, ["calibrate", "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
     for words in ("matrix products, float32", "GFLOP/s", "memory", "to the disk of", "devices.json"):
@@ -269,6 +271,7 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.attention is not None and len(found.attention) == 3 * 2 * 4
     assert found.functions is not None and set(found.functions) == {"exp", "tanh", "erf", "scatter"}
     assert found.fresh is not None and found.fresh > 0 and found.call is not None and 1e-8 < found.call < 1e-3
+    assert found.overhead is not None and found.overhead > 0
     assert "measured on 20" in found.source
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "out.json"]
 

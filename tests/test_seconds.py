@@ -90,6 +90,7 @@ def test_the_longer_of_computing_and_moving() -> None:
     assert pace.of_node(thin) == (256 * 256 + 2 * 256) * 4 / BANDWIDTH
     assert pace.of_node(node_of(lambda x: x.view(-1), (8, 4))) == 0.0
     assert Pace(device(call=1.0)).of_node(thin) == pytest.approx(1.0, rel=0.01)
+    assert Pace(device(call=1.0, overhead=1.5)).of_node(thin) == pytest.approx(1.5, rel=0.01)
 
 
 def test_what_is_not_known_is_none() -> None:

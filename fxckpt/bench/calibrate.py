@@ -23,6 +23,7 @@ from fxckpt.bench.rates import (
     product_rates,
     timed,
 )
+from fxckpt.bench.reference import ReferenceStep
 from fxckpt.bench.run import Progress
 from fxckpt.decide.device import AttentionRate, DeviceSpec, Disk, ProductRate, identity
 from fxckpt.errors import TransferError
@@ -32,6 +33,8 @@ from fxckpt.runtime.stats import Account, Meter, Step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDS = 3
+STEPS = 5
+"""Of the reference, in each round."""
 ENOUGH_SECONDS = 0.1
 """A product, or a copy, that takes this long says how fast they are."""
 LARGEST = 16384
@@ -58,7 +61,7 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
     """
     check_device(device)
     where = torch.device(device)
-    parts = 2 * len(DTYPES) + 3
+    parts = 2 * len(DTYPES) + 4
     total, done = ROUNDS * parts + 1, 0
 
     def say(text: str) -> None:
@@ -69,8 +72,15 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
     say(f"disk of {folder}")
     disk = _disk_rates(folder)
     fastest: dict[torch.dtype, float] = {}
-    rounds = [_measure(where, fastest, say) for _ in range(ROUNDS)]
+    reference = ReferenceStep(where) if where.type == "cpu" else None
+    rounds = [_measure(where, fastest, reference, say) for _ in range(ROUNDS)]
     on_progress(total, total, "")
+    spec = _merged(where, rounds, disk)
+    predicted, took = reference and reference.predicted(spec), _median([r.step for r in rounds])
+    return replace(spec, overhead=took / predicted) if took and predicted else spec
+
+
+def _merged(where: torch.device, rounds: Sequence[_Round], disk: Disk) -> DeviceSpec:
     one = rounds[0]
     return DeviceSpec(
         name=identity(where),
@@ -110,9 +120,15 @@ class _Round:
     call: float | None
     to_host: float | None
     from_host: float | None
+    step: float | None
 
 
-def _measure(where: torch.device, fastest: dict[torch.dtype, float], say: Callable[[str], None]) -> _Round:
+def _measure(
+    where: torch.device,
+    fastest: dict[torch.dtype, float],
+    reference: ReferenceStep | None,
+    say: Callable[[str], None],
+) -> _Round:
     """One round; `fastest` holds what the first one found for large products, so that all try the same sizes."""
     flops: dict[str, float] = {}
     products: list[ProductRate] = []
@@ -131,7 +147,9 @@ def _measure(where: torch.device, fastest: dict[torch.dtype, float], say: Callab
     bandwidth, fresh = memory_rate(where), fresh_rate(where) if on_cpu else None  # elsewhere PyTorch keeps its memory
     say("copies to the host")
     to_host, from_host = _host_rates(where) if where.type == "cuda" else (None, None)
-    return _Round(flops, products, attention, functions, bandwidth, fresh, call, to_host, from_host)
+    say("a training step")
+    step = None if reference is None else statistics.median(reference.seconds() for _ in range(STEPS))
+    return _Round(flops, products, attention, functions, bandwidth, fresh, call, to_host, from_host, step)
 
 
 def _median(found: Sequence[float | None]) -> float | None:
@@ -162,6 +180,8 @@ def render_device(spec: DeviceSpec) -> Table:
     rows.append(("from the host", spec.from_host))
     for disk in spec.disks:
         rows += [(f"to the disk of {disk.folder}", disk.write), (f"from the disk of {disk.folder}", disk.read)]
+    if spec.overhead is not None:
+        table.add_row("a step, next to its operators", f"{spec.overhead:.2f} times as long")
     for what, found in rows:
         if found is not None:
             table.add_row(Text(what), f"{found / 1e9:,.2f} GB/s")

@@ -100,6 +100,7 @@ class DeviceSpec:
             of ``scatter``, which adds rows of values where indices say.
         fresh: bytes per second of first writes to memory that is new to the process.
         call: seconds that a call of an operator takes at least.
+        overhead: how many times as long a whole step takes as its operators measured one by one.
     """
 
     name: str
@@ -114,6 +115,7 @@ class DeviceSpec:
     functions: Mapping[str, float] | None = None
     fresh: float | None = None
     call: float | None = None
+    overhead: float | None = None
 
     def disk(self, folder: str) -> Disk | None:
         """The disk that `folder` lies on, or None if it was not measured."""
@@ -265,7 +267,7 @@ def _from_dict(given: Mapping[str, Any]) -> DeviceSpec:
     for name, kind in (("products", ProductRate), ("attention", AttentionRate)):
         made[name] = None if given.get(name) is None else tuple(kind(**one) for one in given[name])
     spec = DeviceSpec(**{**given, **made})
-    rates = [*spec.flops.values(), spec.bandwidth, spec.to_host, spec.from_host, spec.fresh, spec.call]
+    rates = [*spec.flops.values(), spec.bandwidth, spec.to_host, spec.from_host, spec.fresh, spec.call, spec.overhead]
     rates += [rate for disk in spec.disks for rate in (disk.write, disk.read)]
     rates += [one.rate for one in spec.products or ()] + list((spec.functions or {}).values())
     rates += [rate for one in spec.attention or () for rate in (one.forward, one.backward)]

@@ -139,7 +139,7 @@ class Pace:
     def _longer(self, computing: float | None, moving: float | None) -> float | None:
         if computing is None or moving is None:
             return None
-        return max(computing, moving) + (self.device.call or 0.0)
+        return (max(computing, moving) + (self.device.call or 0.0)) * (self.device.overhead or 1.0)
 
     def _moving(self, nbytes: int) -> float | None:
         return None if self.device.bandwidth is None else nbytes / self.device.bandwidth

@@ -3,6 +3,7 @@
     fxckpt calibrate                                                     # once, on a quiet machine
     python -m tests.benchmarks.plan_accuracy --out results               # all; resumes where it stopped
     python -m tests.benchmarks.plan_accuracy --out results --only llama,bert --parts settings
+    python -m tests.benchmarks.plan_accuracy --replan --parts settings   # new plans beside what was measured before
     python -m tests.benchmarks.plan_accuracy --write-docs                # docs/plan-accuracy.md
 
 Models are those of the bench set, or with --small a quarter of their tokens. For each model the plans are made first;
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SPECS), help="models, with commas between")
     parser.add_argument("--parts", default=",".join((*PARTS, LARGE)), help="settings, budgets, large")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--replan", action="store_true", help="settings: plans anew, of what was measured already")
     parser.add_argument("--small", action="store_true", help="a quarter of the tokens")
     parser.add_argument("--write-docs", action="store_true", help="measure nothing; write docs/plan-accuracy.md")
     options = parser.parse_args()
@@ -90,7 +92,14 @@ def measure(name: str, spec: ModelSpec, part: str, options: argparse.Namespace) 
     """One part of one model into its file, unless it is there already."""
     file = options.out / f"{name}.{part}.json"
     if file.exists():
-        print(f"{name} {part}: {file} is there already", flush=True)
+        if options.replan and part == "settings":
+            result = json.loads(file.read_text(encoding="utf-8"))
+            device = find_device(torch.device("cpu"))
+            result |= {"plans": plan_settings(spec), "device": device.source if device else "not measured"}
+            file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print("\n".join(settings_table(name, result)), flush=True)
+        else:
+            print(f"{name} {part}: {file} is there already", flush=True)
         return
 
     def say(done: int, total: int, text: str) -> None:

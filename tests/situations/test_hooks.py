@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fxckpt
-from tests.helpers import DEVICE, assert_close, grads
+from tests.helpers import DEVICE, assert_close, assert_same, grads, train_step
 from tests.situations.models import Residual, Stack, Tanh, TwiceUsed, stack
 
 TIGHT = {"rtol": 1e-4, "atol": 1e-6}
@@ -123,3 +123,24 @@ def test_unpack_runs_only_in_backward() -> None:
     loss.backward()
     assert_close(grads(model), grads(plain), **TIGHT)
     assert unpacked <= {"backward"}
+
+
+def test_hooks_that_come_and_go_after_the_capture() -> None:
+    """Rule: `t(**batch)` runs a hook from the step after it was registered to the one before it is removed."""
+    plain, batch = stack()
+    model, _ = stack()
+    found = []
+    for m, run in ((plain, plain), (model, fxckpt.transform(model, layers=[Residual], offload=True))):
+        steps = [train_step(run, m, batch)]
+        handles = [
+            m.blocks[1].register_forward_hook(lambda _, args, out: out * 2),
+            m.blocks[2].a.register_forward_pre_hook(lambda _, args: (args[0] + 1,)),
+        ]
+        steps.append(train_step(run, m, batch))
+        for handle in handles:
+            handle.remove()
+        steps.append(train_step(run, m, batch))
+        found.append(steps)
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_same(got, want)
+    assert not torch.equal(found[0][0].loss, found[0][1].loss)

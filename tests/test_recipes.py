@@ -16,6 +16,10 @@ LAUNCHED = {"DistributedDataParallel", "FSDP2"}
 """What a launcher starts, on two ranks."""
 
 
+LONG = {"A loop of your own", "DistributedDataParallel", "diffusers"}
+"""What Inductor takes long for; the Trainer, FSDP2 and Lightning stay."""
+
+
 def program(text: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
@@ -24,7 +28,7 @@ BEGIN = program(PAGE.split("\n## ")[0])
 RECIPES = {name: program(text) for name, text in SECTIONS.items() if program(text)}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in RECIPES])
 def test_recipe(name: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(f"{BEGIN}\n{RECIPES[name]}\n", encoding="utf-8")

@@ -54,7 +54,14 @@ def two_steps(rank: int, way: str, dropout: float) -> tuple[float, int]:
     return farthest(whole_gradients(model), grads(plain)), fxckpt.stats(t).offloads
 
 
-@pytest.mark.parametrize(("way", "dropout"), [*((way, 0.0) for way in WAYS), ("t", 0.3)])
+@pytest.mark.parametrize(
+    ("way", "dropout"),
+    [
+        *((way, 0.0) for way in WAYS if "compile" not in way),
+        ("t", 0.3),
+        pytest.param("compile(t)", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_one_process(ranks: Ranks, way: str, dropout: float) -> None:
     for far, offloads in ranks.run(two_steps, way, dropout):
         assert far <= 5e-6

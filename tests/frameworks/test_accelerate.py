@@ -76,26 +76,26 @@ def accumulated(model: nn.Module, compiled: bool = False) -> list[float]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_accumulation_and_clipping(compiled: bool) -> None:
-    plain, t = qwen3(), fxckpt.transform(qwen3(), every_n=2, offload=True)
+    plain, t = qwen3(2), fxckpt.transform(qwen3(2), every_n=2, offload=True)
     want, got = accumulated(plain), accumulated(t, compiled)
     assert len(got) == 8 and got == pytest.approx(want, rel=1e-5)
     assert_close(weights(t), weights(plain), rtol=1e-3, atol=1e-4)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"}
+    assert recomputed(t) == {"model.layers.0"}
 
 
 def test_autocast_of_its_own() -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    t: Any = accelerator.prepare(fxckpt.transform(qwen3(), every_n=2, offload=True))
+    t: Any = accelerator.prepare(fxckpt.transform(qwen3(2), every_n=2, offload=True))
     with accelerator.autocast():
         loss = t(**tokens()).loss
     accelerator.backward(loss)
-    assert all(p.grad is not None for p in t.parameters()) and fxckpt.stats(t).offloads == 2
+    assert all(p.grad is not None for p in t.parameters()) and fxckpt.stats(t).offloads == 1
 
 
 def test_a_kept_state_goes_on_exactly(tmp_path: Path) -> None:
     def made() -> tuple[Any, Any, Any]:
         accelerator = accelerate.Accelerator(cpu=True)
-        t = fxckpt.transform(qwen3(attention_dropout=0.2), offload=True)
+        t = fxckpt.transform(qwen3(2, attention_dropout=0.2), offload=True)
         return accelerator, *accelerator.prepare(t, torch.optim.AdamW(t.parameters(), lr=1e-2))
 
     def step(accelerator: Any, run: Any, optimizer: Any) -> None:

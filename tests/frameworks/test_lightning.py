@@ -64,22 +64,22 @@ def fit(model: nn.Module, folder: Path, compiled: bool = False, resume: str | No
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fit(compiled: bool, precision: str, tmp_path: Path) -> None:
-    plain, t = qwen3(), fxckpt.transform(qwen3(), every_n=2, offload=True)
+    plain, t = qwen3(2), fxckpt.transform(qwen3(2), every_n=2, offload=True)
     _, want = fit(plain, tmp_path, precision=precision)
     _, got = fit(t, tmp_path, compiled, precision=precision)
     exact = precision == "32-true"
     assert len(got.losses) == 6 and got.losses == pytest.approx(want.losses, rel=1e-5 if exact else 5e-3)
     if exact:
         assert_close(weights(t), weights(plain), rtol=1e-3, atol=1e-4)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"} and fxckpt.stats(t).offloads == 2
+    assert recomputed(t) == {"model.layers.0"} and fxckpt.stats(t).offloads == 1
 
 
 def test_a_checkpoint_goes_on_exactly(tmp_path: Path) -> None:
-    whole = fxckpt.transform(qwen3(), offload=True)
+    whole = fxckpt.transform(qwen3(2), offload=True)
     fit(whole, tmp_path, max_steps=8)  # two epochs
-    first = fxckpt.transform(qwen3(), offload=True)
+    first = fxckpt.transform(qwen3(2), offload=True)
     run, _ = fit(first, tmp_path, max_steps=4)
     run.save_checkpoint(tmp_path / "half.ckpt")
-    second = fxckpt.transform(qwen3(), offload=True)
+    second = fxckpt.transform(qwen3(2), offload=True)
     fit(second, tmp_path, max_steps=8, resume=str(tmp_path / "half.ckpt"))
     assert_same(weights(second), weights(whole))

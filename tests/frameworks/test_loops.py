@@ -23,7 +23,7 @@ COMPILERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def transformed(**settings: Any) -> nn.Module:
-    return fxckpt.transform(qwen3(), **{"every_n": 2, "offload": True, **settings})
+    return fxckpt.transform(qwen3(2), **{"every_n": 2, "offload": True, **settings})
 
 
 def train(model: nn.Module, run: Any, make: Callable[..., torch.optim.Optimizer], steps: int = 3) -> list[float]:
@@ -54,15 +54,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_scaled_gradients(optimizer: str, compiler: str) -> None:
-    plain, t = qwen3(), transformed()
+    plain, t = qwen3(2), transformed()
     want = train(plain, plain, OPTIMIZERS[optimizer])
     got = train(t, COMPILERS[compiler](t), OPTIMIZERS[optimizer])
     assert got == pytest.approx(want, rel=5e-3)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"}
+    assert recomputed(t) == {"model.layers.0"}
 
 
 def test_gradients_that_overflow_are_skipped_as_without() -> None:
-    for model in (qwen3(), transformed()):
+    for model in (qwen3(2), transformed()):
         before = weights(model)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(KIND, init_scale=3e38)
         scaler.scale(model(**tokens()).loss * 1e5).backward()
@@ -75,7 +75,7 @@ def test_gradients_that_overflow_are_skipped_as_without() -> None:
 def test_averages_of_the_weights() -> None:
     """An average keeps a copy of the transformed model, which is one, too."""
     found = []
-    for model in (qwen3(), transformed()):
+    for model in (qwen3(2), transformed()):
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for step in range(3):
@@ -98,14 +98,14 @@ def functional(run: nn.Module, model: nn.Module) -> Step:
 
 
 def test_functional_calls() -> None:
-    plain, t = qwen3(), transformed()
+    plain, t = qwen3(2), transformed()
     assert_close(functional(t, t), functional(plain, plain), atol=1e-7)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"} and fxckpt.stats(t).offloads == 2
+    assert recomputed(t) == {"model.layers.0"} and fxckpt.stats(t).offloads == 1
     assert_close(train_step(t, t, tokens()), train_step(plain, plain, tokens()), atol=1e-7)
 
 
 def test_swapped_tensors() -> None:
-    plain, t = qwen3(), transformed()
+    plain, t = qwen3(2), transformed()
     want = [train_step(plain, plain, tokens())]
     got = [train_step(t, t, tokens())]
     for model, found in ((plain, want), (t, got)):
@@ -119,7 +119,7 @@ def test_swapped_tensors() -> None:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_tied_weights(compiler: str) -> None:
-    plain, model = qwen3(tie_word_embeddings=True), qwen3(tie_word_embeddings=True)
+    plain, model = qwen3(2, tie_word_embeddings=True), qwen3(2, tie_word_embeddings=True)
     t = fxckpt.transform(model, every_n=2, offload=True)
     assert_close(train_step(COMPILERS[compiler](t), model, tokens()), train_step(plain, plain, tokens()))
     assert len(list(t.parameters())) == len(list(plain.parameters()))
@@ -128,7 +128,7 @@ def test_tied_weights(compiler: str) -> None:
 def test_hooks_of_parameters_and_of_modules() -> None:
     """Gradients are changed, and seen once for each step."""
     found = []
-    for model in (qwen3(), transformed()):
+    for model in (qwen3(2), transformed()):
         seen: list[str] = []
         for name, p in model.named_parameters():
             p.register_hook(lambda g: g * 2)
@@ -142,7 +142,7 @@ def test_hooks_of_parameters_and_of_modules() -> None:
 def test_an_optimizer_in_the_backward() -> None:
     """Each parameter's own optimiser steps as soon as its gradient is there, and the gradient goes."""
     found = []
-    for model in (qwen3(), transformed()):
+    for model in (qwen3(2), transformed()):
         own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
         def step(p: torch.Tensor, own: Any = own) -> None:

@@ -69,39 +69,40 @@ WAYS: dict[str, Callable[[Any], None]] = {w.__name__: w for w in (around, beside
 
 
 def reference(way: str) -> Step:
-    model = qwen3()
+    model = qwen3(2)
     WAYS[way](model)
     return train_step(model, model, tokens())
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "compiler"), [*((way, "plain") for way in WAYS), ("around", "aot_eager"), ("beside", "aot_eager")]
+)
 def test_it_is_rewritten(way: str, compiler: str) -> None:
-    model = qwen3()
+    model = qwen3(2)
     t = fxckpt.transform(model, every_n=2, offload=True, verify=True)
     WAYS[way](t)
     run = COMPILERS[compiler](t)
     for _ in range(2):
         assert_close(train_step(run, model, tokens()), reference(way), rtol=1e-5, atol=1e-6)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"}
-    assert fxckpt.stats(t).offloads == 2
+    assert recomputed(t) == {"model.layers.0"}
+    assert fxckpt.stats(t).offloads == 1
     assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_one_that_does_now_this_and_now_that(compiler: str) -> None:
-    model = qwen3()
+    model = qwen3(2)
     t = fxckpt.transform(model, every_n=2, offload=True)
     beside(t)
     run = COMPILERS[compiler](t)
-    want = train_step(qwen3_ := qwen3(), qwen3_, tokens())
+    want = train_step(qwen3_ := qwen3(2), qwen3_, tokens())
     for fused in (False, True, False):
         assert_close(train_step(run, model, {**tokens(), "fused": fused}), want, rtol=1e-5, atol=1e-6)
-        assert fxckpt.stats(t).offloads == 2
+        assert fxckpt.stats(t).offloads == 1
 
 
 def test_without_gradients_it_runs_as_it_is() -> None:
-    t: Any = fxckpt.transform(qwen3())
+    t: Any = fxckpt.transform(qwen3(2))
     beside(t)
     with torch.no_grad():
         out = t(**tokens())
@@ -118,7 +119,7 @@ def test_numbers_are_drawn_as_if_nothing_had_begun_anew() -> None:
 
         model.forward = types.MethodType(forward, model)
 
-    plain, model = qwen3(), qwen3()
+    plain, model = qwen3(2), qwen3(2)
     drawing(plain)
     t = fxckpt.transform(model, every_n=2, offload=True)
     drawing(t)
@@ -127,11 +128,11 @@ def test_numbers_are_drawn_as_if_nothing_had_begun_anew() -> None:
 
 
 def test_a_budget_is_refused_and_a_plan_is_taken() -> None:
-    t: Any = fxckpt.transform(qwen3(), budget="1GiB")
+    t: Any = fxckpt.transform(qwen3(2), budget="1GiB")
     beside(t)
     with pytest.raises(fxckpt.UnsupportedError, match=r"another forward.*fxckpt\.plan.*plan=plan"):
         t(**tokens())
-    t = fxckpt.transform(qwen3(), budget="1GiB")
+    t = fxckpt.transform(qwen3(2), budget="1GiB")
     around(t)
     t(**tokens()).loss.backward()
     assert fxckpt.chosen_plan(t).budget_bytes == 1 << 30

@@ -86,7 +86,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("compiled", ["plain", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_training(compiled: str, more: Settings, tmp_path: Path) -> None:
     more = {"gradient_accumulation_steps": 4, **more}
-    plain, model = qwen3(), qwen3()
+    plain, model = qwen3(2), qwen3(2)
     # With smoothed labels the Trainer shifts them where it knows the model's class, which that of a compiled one hides.
     same = COMPILED[compiled] if "label_smoothing_factor" in more else {}
     want = trainer(plain, tmp_path, **more, **same)
@@ -98,8 +98,8 @@ def test_training(compiled: str, more: Settings, tmp_path: Path) -> None:
     assert losses(got) == pytest.approx(losses(want), rel=5e-3 if "bf16" in more else 1e-5)
     if "bf16" not in more:  # where a gradient is about zero, rounding decides about Adam's step
         assert_close(weights(t), weights(plain), rtol=1e-3, atol=1e-4)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"}
-    assert all(len(g.transfers) == 2 for g in fxckpt.graphs(t))
+    assert recomputed(t) == {"model.layers.0"}
+    assert all(len(g.transfers) == 1 for g in fxckpt.graphs(t))
     assert len(fxckpt.graphs(t)) == 1, "one graph for all steps"
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_is_resumed_goes_on_exactly(tmp_path: Path) -> None:
     settings: Settings = {**CHECKPOINTING, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 
     def made() -> nn.Module:
-        return fxckpt.transform(qwen3(attention_dropout=0.2))
+        return fxckpt.transform(qwen3(2, attention_dropout=0.2))
 
     whole = made()
     one = trainer(whole, tmp_path, **settings)
@@ -126,20 +126,20 @@ def test_a_run_that_is_resumed_goes_on_exactly(tmp_path: Path) -> None:
 def test_a_checkpoint_of_the_model_itself_is_taken(tmp_path: Path) -> None:
     """And the other way round: the state has the names of the model's own."""
     settings: Settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    plain = qwen3()
+    plain = qwen3(2)
     one = trainer(plain, tmp_path / "plain", **settings)
     one.train()
-    t = fxckpt.transform(qwen3())
+    t = fxckpt.transform(qwen3(2))
     two = trainer(t, tmp_path / "t", **settings, **CHECKPOINTING)
     two.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
     assert_close(weights(t), weights(plain), rtol=1e-3, atol=1e-4)
-    back = qwen3()
+    back = qwen3(2)
     trainer(back, tmp_path / "back", **settings).train(resume_from_checkpoint=str(tmp_path / "t" / "checkpoint-4"))
     assert_same(weights(back), weights(t))
 
 
 def test_evaluation_and_prediction(tmp_path: Path) -> None:
-    plain, t = qwen3(), fxckpt.transform(qwen3())
+    plain, t = qwen3(2), fxckpt.transform(qwen3(2))
     want, got = trainer(plain, tmp_path), trainer(t, tmp_path, **CHECKPOINTING, **COMPILED["aot_eager"])
     for one in (want, got):
         one.train()
@@ -151,7 +151,7 @@ def test_evaluation_and_prediction(tmp_path: Path) -> None:
 
 
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
-    t = fxckpt.transform(qwen3())
+    t = fxckpt.transform(qwen3(2))
     both: Settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     got = trainer(t, tmp_path, **both, **CHECKPOINTING, load_best_model_at_end=True, learning_rate=0.5)
     got.train()
@@ -162,12 +162,12 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
 def test_a_plain_model_is_saved(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    t: Any = fxckpt.transform(qwen3())
+    t: Any = fxckpt.transform(qwen3(2))
     got = trainer(t, tmp_path, **CHECKPOINTING)
     got.train()
     got.save_model()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is type(qwen3())
+    assert type(loaded) is type(qwen3(2))
     assert_same(dict(loaded.state_dict()), dict(t.state_dict()))
     t.save_pretrained(tmp_path / "other")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "other")

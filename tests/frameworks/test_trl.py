@@ -74,7 +74,7 @@ def dpo(model: nn.Module, folder: Path, **more: Any) -> list[float]:
         "chosen": [" " + text(100 + i, 6) for i in range(12)],
         "rejected": [" " + text(200 + i, 7) for i in range(12)],
     }
-    fixed = qwen3()
+    fixed = qwen3(2)
     reference = fxckpt.transform(fixed) if more.get("gradient_checkpointing") else fixed
     run = trl.DPOTrainer(
         model=model,
@@ -93,25 +93,25 @@ def dpo(model: nn.Module, folder: Path, **more: Any) -> list[float]:
 @pytest.mark.parametrize("compiled", ["plain", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("train", [sft, dpo])
 def test_training(train: Any, compiled: str, tmp_path: Path) -> None:
-    plain, t = qwen3(), fxckpt.transform(qwen3())
+    plain, t = qwen3(2), fxckpt.transform(qwen3(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = train(plain, tmp_path, gradient_checkpointing=False)
         got = train(t, tmp_path, **CHECKPOINTING, **COMPILED[compiled])
     assert len(got) == 3 and got == pytest.approx(want, rel=1e-4)
     assert_close(weights(t), weights(plain), rtol=1e-3, atol=1e-3)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"}
-    assert fxckpt.stats(t).offloads == 2
+    assert recomputed(t) == {"model.layers.0"}
+    assert fxckpt.stats(t).offloads == 1
 
 
 def test_lora_and_dpo_with_the_base_as_reference(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
-    t = fxckpt.transform(qwen3())
+    t = fxckpt.transform(qwen3(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = {}
-        for name, model, more in (("t", t, CHECKPOINTING), ("plain", qwen3(), {"gradient_checkpointing": False})):
+        for name, model, more in (("t", t, CHECKPOINTING), ("plain", qwen3(2), {"gradient_checkpointing": False})):
             from datasets import Dataset
 
             torch.manual_seed(0)
@@ -126,4 +126,4 @@ def test_lora_and_dpo_with_the_base_as_reference(tmp_path: Path) -> None:
             run.train()
             got[name] = losses(run)
     assert got["t"] == pytest.approx(got["plain"], rel=1e-4)
-    assert recomputed(t) == {"model.layers.0", "model.layers.2"}
+    assert recomputed(t) == {"model.layers.0"}

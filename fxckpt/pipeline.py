@@ -188,7 +188,10 @@ def _transfers(run: _Run) -> None:
     if offload is not None:
         save_bases(run.forward, run.backward, run.num_forward_outputs)
         names = [r.name for r in run.regions]
-        run.transfers = insert_transfers(run.forward, run.backward, run.num_forward_outputs, names, offload.place)
+        given = {n.name for n in run.inputs_where(run.request.given)}
+        run.transfers = insert_transfers(
+            run.forward, run.backward, run.num_forward_outputs, names, offload.place, given
+        )
 
 
 def _rematerialize(run: _Run) -> None:

@@ -324,7 +324,7 @@ def test_registered_as_pytorch_asks(name: str) -> None:
     """Schema and fake implementation, by PyTorch's own checks. (They copy what they are given; a handle is no copy.)"""
     x, ops = TENSORS[name](), torch.ops.fxckpt
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.offload.default, (x, name, "blocks.0", "cpu", []), test_utils=checks)
+    torch.library.opcheck(ops.offload.default, (x, name, "blocks.0", "cpu", False, []), test_utils=checks)
     handle, (order, stride) = offload(x, name, "cpu"), layout(x)
     got = ops.reload(handle, CPU, name, order, stride, [])
     ops.wait_reload(got, handle, [])

@@ -14,7 +14,7 @@ When each of them comes, ``rewrite/overlap.py`` says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ def insert_transfers(
     num_forward_outputs: int,
     regions: Sequence[str] = (),
     place: str = "cpu",
+    given: Container[str] = (),
 ) -> list[str]:
     """Insert the four nodes of a transfer for every saved value whose tag asks for it.
 
@@ -48,6 +49,7 @@ def insert_transfers(
         num_forward_outputs: how many of the forward graph's outputs are the model's.
         regions: names of the graph's regions, by the number in a tag.
         place: where the activations go (``Offload.place``).
+        given: names of the graph's inputs that are activations of an earlier graph.
 
     Returns:
         The names of the transfers, in order of the saved values.
@@ -64,7 +66,8 @@ def insert_transfers(
         tag = G.tag(node) if isinstance(node, fx.Node) else None
         if tag is None or not _wants_offload(node) or G.view_base(node) in staying:
             continue
-        if ((base := G.view_base(node)).op == "placeholder" and base is not node) or node in moved:
+        base = G.view_base(node)
+        if (base.op == "placeholder" and not (base is node and node.name in given)) or node in moved:
             continue
         region = regions[tag.regions[0]] if regions and tag.regions else ""
         moved[node] = _offload(forward.graph, node, tag, region, place)

@@ -252,7 +252,7 @@ def calibrate(
 ) -> None:
     """Measure how fast this machine computes and copies, and keep that for what is planned on it.
 
-    Takes one to three minutes; let nothing else run. Measure again after a change of the machine or of PyTorch's
+    Takes some three minutes; let nothing else run. Measure again after a change of the machine or of PyTorch's
     threads.
     """
     _check_files(json_file, None)

@@ -9,7 +9,7 @@
     hold           rewrite   let the partitioner save boundary values it would not save when told to
     tags           rewrite   turn our tags into the partitioner's
     partition      rewrite   PyTorch's min-cut partitioner: joint graph -> forward graph, backward graph
-    release        rewrite   undo "hold"
+    release        rewrite   undo "hold"; what is saved is read, and in the order that AOTAutograd expects
     transfers      rewrite   offload in the forward, reload in the backward
     rematerialize  rewrite   where a compiler fuses, gradients make cheap values anew that would be held for them
     schedule       rewrite   the backward recomputes a region when it is the region's turn

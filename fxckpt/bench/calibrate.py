@@ -47,7 +47,7 @@ TOTAL_BYTES = BLOCK_BYTES * BLOCKS
 def calibrate(device: str, folder: str, on_progress: Progress = lambda done, total, text: None) -> DeviceSpec:
     """Measure a device, and the disk of a folder.
 
-    Takes one to three minutes. What else runs on the machine makes it slower than it is; all but the disk is
+    Takes some three minutes. What else runs on the machine makes it slower than it is; all but the disk is
     measured in rounds, of which the median counts, so that it may be slow for a while.
 
     Args:
@@ -81,6 +81,7 @@ def calibrate(device: str, folder: str, on_progress: Progress = lambda done, tot
 
 
 def _merged(where: torch.device, rounds: Sequence[_Round], disk: Disk) -> DeviceSpec:
+    """The median of the rounds, figure by figure."""
     one = rounds[0]
     return DeviceSpec(
         name=identity(where),

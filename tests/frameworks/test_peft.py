@@ -22,8 +22,8 @@ def lora(model: nn.Module, dropout: float = 0.0) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def layer_names(*indices: int, prefix: str = "model.layers.") -> set[str]:
-    return {f"{prefix}{i}" for i in indices}
+def layer_names(*indices: int) -> set[str]:
+    return {f"model.layers.{i}" for i in indices}
 
 
 @pytest.mark.parametrize(("inputs", "compiled"), [(False, False), (True, False), (True, True)])

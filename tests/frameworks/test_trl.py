@@ -104,7 +104,7 @@ def test_training(train: Any, compiled: str, tmp_path: Path) -> None:
     assert fxckpt.stats(t).offloads == 1
 
 
-def test_lora_and_dpo_with_the_base_as_reference(tmp_path: Path) -> None:
+def test_lora_with_completions(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     t = fxckpt.transform(qwen3(2))

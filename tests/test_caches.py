@@ -41,10 +41,13 @@ class Net(nn.Module):
 
     def forward(self, x):
         for b in self.blocks:
-            x = b(x)
+            x = self.call(b, x) if self.broken == "as an argument" else b(x)
             if self.broken:
                 torch._dynamo.graph_break()
         return x.square().mean()
+
+    def call(self, block, x):
+        return block(x)
 
 
 def held(node, seen):
@@ -183,9 +186,10 @@ def test_the_plain_models_artefact_is_not_taken(tmp_path: Path) -> None:
     assert ours["regions"] == [["blocks.0", "blocks.1", "blocks.2"]]
 
 
-def test_frames_of_alike_layers_are_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["in its own call", "as an argument"])
+def test_frames_of_alike_layers_are_told_apart(tmp_path: Path, broken: str) -> None:
     """After graph breaks each layer is a graph of its own, of the same text whether it is recomputed or kept."""
-    settings = {**BASE, "every_n": 2, "broken": True}
+    settings = {**BASE, "every_n": 2, "broken": broken}
     cold, again = process(tmp_path, settings, settings)
     (warm,) = process(tmp_path, settings)
     assert cold["regions"] == [["blocks.0"], ["blocks.1"], ["blocks.2"]]

@@ -242,7 +242,7 @@ def _root_translator() -> Any:
     return None
 
 
-def guard_modules(make_check: Callable[[nn.Module], Callable[[Any], bool] | None], text: str) -> None:
+def guard_modules(make_check: Callable[[nn.Module], Callable[[Any], bool] | None], text: str) -> dict[str, nn.Module]:
     """Let Dynamo reuse the frame it is compiling only with modules that pass a check.
 
     Frames of their own (after a graph break) are compiled once for all modules of a class that look alike, be it the
@@ -252,18 +252,21 @@ def guard_modules(make_check: Callable[[nn.Module], Callable[[Any], bool] | None
         make_check: called with each module that the frame reaches but by way of a guarded one; gives what is called
             with the module before each reuse, or None where any module will do.
         text: what Dynamo's logs call the guard.
+
+    Returns:
+        The guarded modules by how the frame reaches them, such as ``L['self']``, in an order that depends on that only.
     """
     context, root = TracingContext.try_get(), _root_local()
     if context is None:
-        return
+        return {}
     guards = context.guards_context.dynamo_guards
     sources = {source_name(g.originating_source): g.originating_source for g in list(guards)}
     if root is not None:
         sources = {f"L[{root[0]!r}]": LocalSource(root[0], is_input=True), **sources}
     translator = _root_translator()
     places = {"L": getattr(translator, "f_locals", {}), "G": getattr(translator, "f_globals", {})}
-    covered: list[str] = []
-    for name, source in sorted(sources.items(), key=lambda item: len(item[0])):
+    covered: dict[str, nn.Module] = {}
+    for name, source in sorted(sources.items(), key=lambda item: (len(item[0]), item[0])):
         if any(name.startswith((f"{outer}.", f"{outer}[")) for outer in covered):
             continue
         module = _reached(name, places)
@@ -271,8 +274,9 @@ def guard_modules(make_check: Callable[[nn.Module], Callable[[Any], bool] | None
             continue
         check = make_check(module)
         if check is not None:
-            covered.append(name)
+            covered[name] = module
             guards.add(Guard(source, _checked_by(check, text)))
+    return covered
 
 
 def _reached(name: str, places: dict[str, Any]) -> nn.Module | None:

@@ -74,8 +74,8 @@ class MarkingBackend:
             _refuse_cuda_graphs(example_inputs)
         captured = torch_private.captured_root_module()
         root = self._root(state, captured)
-        marks.mark(gm, state.frame_key(root))
-        torch_private.guard_modules(self._alike, "fxckpt: layers recomputed alike")
+        reached = torch_private.guard_modules(self._alike, "fxckpt: layers recomputed alike")
+        marks.mark(gm, state.frame_key(root, reached))
         captures, hits = state.captures, torch_private.cache_hits()
         frame = state.frame(root)
         inner = self.inner

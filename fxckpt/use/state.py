@@ -100,9 +100,14 @@ class State:
         measured = "" if self.settings.offload is None else measured_key()
         return f"{self.settings.key()} {measured} {self._pattern_text(self.model)}"
 
-    def frame_key(self, root: nn.Module | None) -> str:
-        """The key of a graph captured from a frame of `root`: alike layers, kept or recomputed, have equal graphs."""
-        return self.key if root is None or root is self.model else f"{self.key} {self._pattern_text(root)}"
+    def frame_key(self, root: nn.Module | None, reached: Mapping[str, nn.Module]) -> str:
+        """The key of a graph captured from a frame of `root`: alike layers, kept or recomputed, have equal graphs.
+
+        So have those that a frame reaches in other ways, as by an argument; `reached` has all by how that is.
+        """
+        parts = {"": root, **reached}
+        texts = [f" {n}{self._pattern_text(m)}" for n, m in parts.items() if m is not None and m is not self.model]
+        return self.key + "".join(texts)
 
     def _pattern_text(self, module: nn.Module) -> str:
         return "".join("/" if t is None else f"{t.text};" for t in self.treatment_pattern(module))

@@ -27,6 +27,7 @@ from fxckpt.runtime import file as spill
 from fxckpt.runtime import store
 from fxckpt.runtime.disk import STAGING_BYTES
 from fxckpt.runtime.file import BLOCK, SpillFile, Staging, in_memory
+from fxckpt.runtime.transfer import Like
 from fxckpt.transform import log
 from tests.helpers import Step, differences, train_step
 from tests.situations.models import Batch, Residual, stack
@@ -396,7 +397,7 @@ def test_an_exception_in_a_kernel_while_copies_are_under_way(
     t: nn.Module, want: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(t)
-    real, calls = store.empty, []
+    real, calls = Like.empty, []
 
     def broken(*args: Any) -> Any:
         calls.append(args)
@@ -405,7 +406,7 @@ def test_an_exception_in_a_kernel_while_copies_are_under_way(
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "empty", broken)
+        patch.setattr(Like, "empty", broken)
         with pytest.raises(Boom):
             step(t)
     calls.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import fxckpt
 from fxckpt.config import Offload
+from fxckpt.runtime import transfer
 from tests.helpers import DEVICE, assert_close, assert_same, measured, train_step
 from tests.hostile import hostile
 from tests.situations.models import Batch, Residual
@@ -77,6 +79,46 @@ def test_on_the_hostile_device() -> None:
         assert check(Apart()).offloads == 4
 
 
+@pytest.mark.parametrize("compiler", ["plain", "inductor"])
+@pytest.mark.parametrize(
+    ("prefetch", "order"), [(0, "RWRWRWRW"), (1, "RRWRWRWW"), (2, "RRRWRWWW"), (9, "RRRRWWWW")], ids=str
+)
+def test_reloads_begin_while_a_later_graph_is_at_work(compiler: str, prefetch: int, order: str) -> None:
+    letters = {"reload": "R", "wait_reload": "W"}
+    with hostile() as tier:
+        stats = check(Apart(), compiler, steps=1, offload=Offload(prefetch=prefetch))
+    assert "".join(letters.get(verb, "") for verb, _ in tier.log) == order
+    assert stats.reloads == 4
+
+
+def test_a_second_backward_finds_what_it_needs() -> None:
+    torch.manual_seed(0)
+    model, given = Apart().to(DEVICE), batch()
+    t = transformed(model)
+    with hostile() as tier:
+        loss = t(**given)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    twice = {n: p.grad for n, p in model.named_parameters()}
+    want = train_step(model, model, given).grads
+    assert_close(twice, {n: None if g is None else 2 * g for n, g in want.items()})
+    assert [verb for verb, _ in tier.log].count("reload") == 8
+
+
+def test_a_step_that_is_given_up_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model, given = Apart().to(DEVICE), batch()
+    t = transformed(model)
+    with hostile() as tier:
+        for _ in range(2):
+            loss = t(**given)
+            torch.autograd.grad(loss, list(model.blocks[3].parameters()))  # one layer's backward
+            assert [verb for verb, _ in tier.log][-3:] == ["reload", "reload", "wait_reload"], "one is ahead"
+            assert len(transfer._live) == 3
+            del loss
+            assert not transfer._live
+
+
 class TwoInputs(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,11 +143,13 @@ class Decoder(Apart):
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_what_several_graphs_are_given_goes_once(compiler: str) -> None:
-    stats = check(Decoder(), compiler)
+@pytest.mark.parametrize("tier", [contextlib.nullcontext, hostile])
+def test_what_several_graphs_are_given_goes_once(compiler: str, tier: Callable[[], Any]) -> None:
+    with tier():
+        stats = check(Decoder(), compiler)
     assert stats.offloads == 4 + 1, "four inputs, and one memory for all"
     assert stats.reloads == 4 + 4
-    assert stats.host_bytes == 5 * 32 * 64 * 4
+    assert stats.host_bytes == (5 * 32 * 64 * 4 if tier is contextlib.nullcontext else 0)
 
 
 class Changing(Decoder):

@@ -11,6 +11,8 @@ from fxckpt.runtime.tier import Back, Stored, Tier, empty_packed, fill
 class HostTier(Tier):
     """Copies on the computing thread."""
 
+    overlaps = False
+
     def offload(self, activation: torch.Tensor, account: Account) -> Stored:
         """Copy `activation`; there is nothing to wait for."""
         with account.timing("offload", "stall"):

@@ -20,7 +20,7 @@ from fxckpt.runtime.disk import DiskTier
 from fxckpt.runtime.host import HostTier
 from fxckpt.runtime.stats import Account, Meter, TransferStats
 from fxckpt.runtime.tier import Tier, fill, own_elements
-from fxckpt.runtime.transfer import Gone, Transfer, carry, make_handle, transfer_of
+from fxckpt.runtime.transfer import Gone, Like, Transfer, carry, make_handle, transfer_of
 from fxckpt.torch_private import hooks_on_saved_tensors
 
 MakeTier = Callable[[str, torch.device, Meter], Tier]
@@ -33,10 +33,14 @@ class Store:
     Args:
         checksum: whether what comes back from a disk is compared with what went there.
         told: whether :meth:`begin_step` is called; else a step begins where no activation waits for its backward.
+        prefetch: how many of the activations that earlier graphs sent last are on their way back while the backward of
+            a graph runs that starts from an activation; within a graph its order says that.
     """
 
-    def __init__(self, checksum: bool = False, told: bool = True) -> None:
+    def __init__(self, checksum: bool = False, told: bool = True, prefetch: int = 1) -> None:
         self._meter = Meter()
+        self._prefetch = prefetch
+        self._last: weakref.ref[Transfer] | None = None
         self._checksum = checksum
         self._told = told
         self._lock = threading.Lock()
@@ -89,13 +93,16 @@ class Store:
         own = own_elements(activation)
         nbytes = own.numel() * own.element_size()
         account = Account(name, nbytes, self._meter, self._meter.step)
-        transfer = Transfer(region, account)
+        transfer = Transfer(region, account, Like.of(activation))
+        tier = self._tier(place, own.device)
         with transfer.telling("offload"):
-            transfer.stored = self._tier(place, own.device).offload(own, account)
+            transfer.stored = tier.offload(own, account)
         account.moved("offload")
         transfer.begin()
         if given:
+            transfer.follows(self._last, self._prefetch if tier.overlaps else 0)
             self._given.add(activation, transfer)
+        self._last = weakref.ref(transfer)
         return make_handle(transfer, activation)
 
     def _tier(self, place: str, device: torch.device) -> Tier:
@@ -156,11 +163,8 @@ def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -
         out = empty(handle, device, strides)
         fill(out, handle)
         return out
-    assert transfer.stored is not None
-    with transfer.telling("reload"):
-        out = empty(handle, device, strides)
-        transfer.backs.append(transfer.stored.reload(own_elements(out)))
-    transfer.account.moved("reload")
+    out = transfer.bring_back(Like(handle.size(), tuple(strides), handle.dtype, device))
+    transfer.bring_ahead()
     return out
 
 
@@ -178,9 +182,7 @@ def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:
     transfer = transfer_of(handle)
     if transfer is None:
         return
-    where = out.untyped_storage().data_ptr()  # unique among these, which keep their memory
-    back, *_ = [b for b in transfer.backs if b.out.untyped_storage().data_ptr() == where]
-    transfer.backs.remove(back)
+    back = transfer.take(out)
     with transfer.telling("reload"):
         back.wait()
 

@@ -51,7 +51,13 @@ class Stored(abc.ABC):
 
 
 class Tier(abc.ABC):
-    """A place for activations."""
+    """A place for activations.
+
+    Attributes:
+        overlaps: whether copies run while the device computes, so that there is a point in beginning them early.
+    """
+
+    overlaps = True
 
     @abc.abstractmethod
     def offload(self, activation: torch.Tensor, account: Account) -> Stored:

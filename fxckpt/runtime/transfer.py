@@ -15,16 +15,34 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxckpt.errors import FxckptError, TransferError
 from fxckpt.runtime.stats import Account, Held
-from fxckpt.runtime.tier import Back, Stored
+from fxckpt.runtime.tier import Back, Stored, own_elements
 
 _numbers = itertools.count(1)
+
+
+class Like(NamedTuple):
+    """What memory a tensor needs."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Like:
+        """What `tensor` needs."""
+        return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        """Such memory, with nothing in it yet."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(eq=False)
@@ -34,16 +52,24 @@ class Transfer:
     Attributes:
         region: the region that starts from the activation, such as ``layers.3``.
         account: where its figures count.
+        like: the memory that it needs; None once it was asked for.
         stored: the activation in its tier, once it has been sent.
         in_flight: set while the device still has to keep the activation.
         backs: reloads begun and not yet waited for.
+        before: where this is the activation that a graph was given, what earlier graphs sent last.
+        prefetch: how many of these begin their way back with this one.
+        ahead: the memory of a reload that was begun before a graph asked for it.
     """
 
     region: str
     account: Account
+    like: Like | None
     stored: Stored | None = None
     in_flight: Held | None = None
     backs: list[Back] = field(default_factory=list)
+    before: weakref.ref[Transfer] | None = None
+    prefetch: int = 0
+    ahead: torch.Tensor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
 
     def begin(self) -> None:
@@ -54,6 +80,45 @@ class Transfer:
     def end(self) -> None:
         """The device may let the activation go."""
         self.in_flight = None
+
+    def bring_back(self, like: Like) -> torch.Tensor:
+        """Begin to copy the activation into memory `like` that, unless it is on its way already: where it will be.
+
+        Raises:
+            TransferError: the copy cannot be begun.
+        """
+        ahead, self.ahead, self.like = self.ahead, None, None
+        if ahead is not None and Like.of(ahead) == like:
+            return ahead
+        if ahead is not None:
+            self.take(ahead)
+        assert self.stored is not None
+        with self.telling("reload"):
+            out = like.empty()
+            self.backs.append(self.stored.reload(own_elements(out)))
+        self.account.moved("reload")
+        return out
+
+    def take(self, out: torch.Tensor) -> Back:
+        """The reload into `out`, which is no longer one not waited for."""
+        where = out.untyped_storage().data_ptr()  # unique among these, which keep their memory
+        back, *_ = [b for b in self.backs if b.out.untyped_storage().data_ptr() == where]
+        self.backs.remove(back)
+        return back
+
+    def follows(self, last: weakref.ref[Transfer] | None, prefetch: int) -> None:
+        """This is the activation that a graph was given, and `last` is what was sent before it."""
+        found = None if last is None else last()
+        if found is not None and found.account.step == self.account.step:
+            self.before, self.prefetch = last, prefetch
+
+    def bring_ahead(self) -> None:
+        """Begin the reloads of earlier graphs, whose backwards come next."""
+        found: Transfer | None = self
+        for _ in range(self.prefetch):
+            found = None if found is None or found.before is None else found.before()
+            if found is not None and found.like is not None:  # else it came back before
+                found.ahead = found.bring_back(found.like)
 
     @contextmanager
     def telling(self, verb: str) -> Iterator[None]:

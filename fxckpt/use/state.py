@@ -70,8 +70,12 @@ class State:
 
     def __post_init__(self) -> None:
         self.key = self._make_key()
-        self.store = Store(checksum=self.settings.verify)
+        self.store = self._make_store()
         _by_number[self.number] = self
+
+    def _make_store(self) -> Store:
+        offload = self.settings.offload
+        return Store(checksum=self.settings.verify, prefetch=1 if offload is None else offload.prefetch)
 
     def layers(self) -> list[BoundaryLayer]:
         """The model's boundary layers as it is now."""
@@ -179,7 +183,7 @@ class State:
             self.settings = settings
             if alike:
                 return
-            self.store = Store(checksum=settings.verify)
+            self.store = self._make_store()
             self._patterns.clear()
             self.key = self._make_key()
             self.captures = 0

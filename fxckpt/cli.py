@@ -188,7 +188,8 @@ def plan(
     _check_files(json_file, None, html_file)
     spec = _spec(_planned("plan", model, config), batch, seq, dtype, "cpu", overrides, layers, dropout, trust)
     settings = _settings(spec, every_n, offload, save, budget)
-    _check_budgets(budgets, side_by_side or html_file is not None)
+    if budgets and not (side_by_side or html_file is not None):
+        raise SettingsError("--budgets goes with --sweep or --html.")
     with _Bar() as show:
         show(0, 1, f"capturing a step of {spec.model}")
         built, inputs = load(spec, shapes=True)
@@ -276,11 +277,6 @@ def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path
     for option, file in (("--json", json_file), ("--html", html_file)):
         if file is not None and not file.resolve().parent.is_dir():
             raise SettingsError(f"{option} {file}: there is no such folder.")
-
-
-def _check_budgets(budgets: int, compares: bool) -> None:
-    if budgets == 1 or (budgets and not compares):
-        raise SettingsError("--budgets takes how many budgets to plan for, at least 2; it goes with --sweep or --html.")
 
 
 def _planned(command: str, model: str | None, config: Path | None) -> str:

@@ -128,8 +128,6 @@ def sweep(
     """
     model = _original(model, batch, "sweep")
     settings = with_optimizer(make_settings(offload=offload, layers=layers), model, optimizer)
-    if isinstance(budgets, bool) or not isinstance(budgets, int) or budgets < 0 or budgets == 1:
-        raise SettingsError(f"budgets={budgets!r}: give how many budgets to plan for, at least 2, or 0 for none.")
     choices = usual_settings(settings, settings.offload)
     return make_sweep(Captures(model, batch), choices, target_of(model, device, compiled), budgets=budgets)
 

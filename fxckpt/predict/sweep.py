@@ -13,6 +13,7 @@ from fxckpt.config import Offload, Settings
 from fxckpt.decide.layers import boundary_layers
 from fxckpt.decide.plan import Plan
 from fxckpt.decide.policy import Given, decide_layers
+from fxckpt.errors import SettingsError
 from fxckpt.predict.capture import Captures
 from fxckpt.predict.plan import Target, make_plan
 from fxckpt.show.sweep import Sweep, SweepRow
@@ -109,9 +110,12 @@ def make_sweep(
         on_progress: told before each row.
 
     Raises:
+        SettingsError: `budgets` is no number, or 1.
         CaptureError: the step cannot be captured, or not without knowing the contents of tensors.
         NoLayersError: the model has no boundary layer.
     """
+    if isinstance(budgets, bool) or not isinstance(budgets, int) or budgets < 0 or budgets == 1:
+        raise SettingsError(f"budgets={budgets!r}: give how many budgets to plan for, at least 2, or 0 for none.")
     different: dict[Any, Settings] = {}
     for settings in choices:
         different.setdefault(_treatments(captures.model, settings), settings)

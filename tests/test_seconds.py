@@ -136,6 +136,14 @@ def test_large_values_get_new_memory() -> None:
     assert Pace(device(fresh=1e8)).new([32 << 20, 48 << 20, 28 << 20]) == (80 << 20) / 1e8
 
 
+@pytest.mark.parametrize(("rows", "nbytes"), [(2048, 32 << 20), (1024, 0)])
+def test_a_node_that_makes_a_large_value_gets_new_memory(rows: int, nbytes: int) -> None:
+    node, known = node_of(torch.ops.aten.relu, (rows, 4096)), device()
+    slow, fast = Pace(device(fresh=1e8)).of_node(node), Pace(known).of_node(node)
+    assert slow is not None and fast is not None
+    assert slow - fast == pytest.approx(nbytes / 1e8)
+
+
 def test_scattered_values_are_added_one_by_one() -> None:
     def scatter(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.index_put(out, [torch.zeros(64, dtype=torch.long)], values, True)

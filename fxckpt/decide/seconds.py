@@ -99,7 +99,8 @@ class Pace:
             return 0.0
         if G.is_transfer(node) or G.is_order(node):
             return 0.0
-        return self._longer(self._computing([node]), self._moving(moved_bytes(node)))
+        seconds = self._longer(self._computing([node]), self._moving(moved_bytes(node)))
+        return None if seconds is None else seconds + self.new(_made_bytes(node))
 
     def of_kernel(self, kernel: Kernel) -> float | None:
         """Seconds of one kernel of a compiled graph, without transfers; None where a rate is not known."""
@@ -114,10 +115,7 @@ class Pace:
         return self._longer(self._computing(nodes), self._moving(moved)) if moved or nodes else 0.0
 
     def new(self, allocated: Iterable[int]) -> float:
-        """Seconds that the first writes to values of these bytes take beside what is written anyway.
-
-        For compiled graphs. One that runs node by node mostly gets memory that it has freed, for large values too.
-        """
+        """Seconds that the first writes to values of these bytes take beside what is written anyway."""
         nbytes = sum(n for n in allocated if n >= NEW_EACH_TIME)
         return nbytes / self.device.fresh if self.device.fresh is not None else 0.0
 
@@ -231,6 +229,13 @@ def moved_bytes(node: fx.Node) -> int:
         nbytes = _bytes(G.value(source))
         read += min(nbytes, given) if i == 0 and packet in _GATHERS else nbytes
     return (read + given) * _PASSES.get(packet, 1)
+
+
+def _made_bytes(node: fx.Node) -> list[int]:
+    """Bytes of each value that a node makes."""
+    packet = G.overload_packet(node)
+    values = [val for val in pytree.tree_leaves(G.value(node)) if isinstance(val, torch.Tensor)]
+    return [_bytes(val) for val in values] * _PASSES.get(packet, 1)
 
 
 def interpolate(points: Mapping[tuple[int, ...], float], at: Sequence[int]) -> float:

@@ -119,6 +119,28 @@ def test_a_step_that_is_given_up_leaves_nothing_behind() -> None:
             assert not transfer._live
 
 
+class Shortened(Apart):
+    """Blocks are given a part of what the one before gave, whose rows are further apart than they are long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = self.step(block, h)[:, 1:]
+            torch._dynamo.graph_break()
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_activations_with_gaps_and_lengths_that_vary(compiler: str) -> None:
+    torch.manual_seed(0)
+    model = Shortened().to(DEVICE)
+    run = COMPILERS[compiler](t := transformed(model))
+    for length in (7, 9, 12):
+        given = {"x": torch.randn(4, length, 64, device=DEVICE)}
+        assert_close(train_step(run, model, given), train_step(model, model, given))
+        assert fxckpt.stats(t).offloads == 4
+
+
 class TwoInputs(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

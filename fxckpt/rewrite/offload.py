@@ -118,13 +118,14 @@ def _reload(graph: fx.Graph, saved: fx.Node, offload: fx.Node, original: fx.Node
 def _layout(val: torch.Tensor) -> tuple[list[int] | None, list[Any] | None]:
     """The order of dimensions, outermost first, of a tensor without gaps; of any other one, its strides.
 
-    An order is enough where sizes vary from step to step: they are known from the handle.
+    An order is enough where sizes vary from step to step: they are known from the handle. So it comes back without gaps
+    where strides vary that do not follow from the sizes.
     """
     sizes, strides = [G.hint(n) for n in val.size()], [G.hint(n) for n in val.stride()]
     order = sorted(range(val.dim()), key=lambda dim: (-strides[dim], dim))
     step = 1
     for dim in reversed(order):
-        if strides[dim] != step:
+        if strides[dim] != step and all(isinstance(n, int) for n in val.stride()):
             return None, list(val.stride())
         step *= max(sizes[dim], 1)
     return order, None

@@ -23,13 +23,14 @@ BATCH = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """One tiny model; `model_type` is transformers' name for the architecture, None for plain PyTorch."""
+    """One tiny model; `model_type` and `model_class` are transformers' names, None for plain PyTorch."""
 
     name: str
     family: str
     fn: Callable[[bool], Built]
     model_type: str | None = None
     note: str = ""
+    model_class: str | None = None
 
     def build(self, dropout: bool = False) -> Built:
         """(model in train mode, batch), the same weights and data on every call."""
@@ -44,11 +45,16 @@ REGISTRY: dict[str, Entry] = {}
 
 
 def register(
-    name: str, family: str, fn: Callable[[bool], Built], model_type: str | None = None, note: str = ""
+    name: str,
+    family: str,
+    fn: Callable[[bool], Built],
+    model_type: str | None = None,
+    note: str = "",
+    model_class: str | None = None,
 ) -> None:
     if name in REGISTRY:
         raise ValueError(f"duplicate entry {name}")
-    REGISTRY[name] = Entry(name, family, fn, model_type, note)
+    REGISTRY[name] = Entry(name, family, fn, model_type, note, model_class)
 
 
 def build(name: str, dropout: bool = False) -> Built:

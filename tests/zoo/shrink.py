@@ -243,7 +243,7 @@ def hf(
             model = WithLoss(model, loss)
         return model, batch(cfg)
 
-    register(name, family, fn, model_type, note)
+    register(name, family, fn, model_type, note, cls)
 
 
 def zero_dropout_config(cfg: Any) -> None:

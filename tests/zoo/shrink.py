@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -184,7 +185,11 @@ def tiny_config(cls: Any, _vocab: int | None = None, **over: Any) -> Any:
     return cls(**kw)
 
 
-KEEP = object()  # as an override: leave this field at its default
+class _Keep(enum.Enum):  # copies of an enumeration's member are itself
+    KEEP = enum.auto()
+
+
+KEEP = _Keep.KEEP  # as an override: leave this field at its default
 
 
 class WithLoss(nn.Module):

@@ -29,6 +29,16 @@ _MELS: Fields = {"num_mel_bins": 16, "max_source_positions": 16}
 
 # codecs: one position per 16 samples, one latent per 32
 _CODEC: Fields = {"num_filters": 4, "upsampling_ratios": [4, 2, 2], "upsample_groups": HID, "sliding_window": 8}
+_BERT: Fields = {"feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 7}
+_QUANTIZED: Fields = {
+    "num_key_value_heads": HEADS,
+    "encoder_hidden_size": 4,
+    "downsampling_ratios": [2, 2, 4],
+    "quantization_dim": 2 * HID,
+    "quantization_levels": [4, 4, 4, 4],
+    "initializer_range": 0.2,  # with a smaller one every code is 0, and so is the sound
+    "semantic_model_config": _BERT,
+}
 _FLOW: Fields = {"condition_dim": HID, "frequency_embedding_size": 16}
 
 _SEAMLESS: Fields = {
@@ -90,15 +100,7 @@ FIELDS: dict[str, Fields] = {
     "MimiEncoderConfig": _CODEC,
     "MoonshineStreamingConfig": {"num_key_value_heads": HEADS},
     "MossTranscribeDiarizeAudioConfig": _MELS,
-    "NeuCodecConfig": {
-        "num_key_value_heads": HEADS,
-        "encoder_hidden_size": 4,
-        "downsampling_ratios": [2, 2, 4],
-        "quantization_dim": 2 * HID,
-        "quantization_levels": [4, 4, 4, 4],
-        "initializer_range": 0.2,  # with a smaller one every code is 0, and so is the sound
-        "semantic_model_config": {"feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 7},
-    },
+    "NeuCodecConfig": _QUANTIZED,
     "PeAudioEncoderConfig": {
         "dac_config": {"downsampling_ratios": [2, 4], "encoder_hidden_size": 8, "codebook_dim": 16},
     },
@@ -121,6 +123,11 @@ FIELDS: dict[str, Fields] = {
     "TimesFm2_5Config": {"patch_length": 8},
     "UniSpeechConfig": _WAVE,
     "UniSpeechSatConfig": _WAVE,
+    "Wav2Vec2BertConfig": _BERT,
+    "Wav2Vec2Config": _WAVE,
+    "Wav2Vec2ConformerConfig": _WAVE,
+    "WavLMConfig": _WAVE,
+    "Xcodec2Config": _QUANTIZED,
 }
 
 VARIANTS: dict[str, list[Fields]] = {
@@ -130,6 +137,9 @@ VARIANTS: dict[str, list[Fields]] = {
     "SpeechT5EncoderWithSpeechPrenet": [_LAYER_NORM_CONV],
     "UniSpeechModel": [_STABLE],
     "UniSpeechSatModel": [_STABLE],
+    "Wav2Vec2ConformerModel": [_LAYER_NORM_CONV],
+    "Wav2Vec2Model": [_STABLE],
+    "WavLMModel": [_STABLE],
 }
 
 
@@ -148,6 +158,10 @@ def _features(bins: int = 16, last: bool = False, mask: str = "") -> MakeBatch:
 
 def _waveform(config: Any) -> Batch:
     return {"input_values": rnd(BATCH, 1, 320)}
+
+
+def _wave_and_features(config: Any) -> Batch:
+    return {**_waveform(config), "input_features": rnd(BATCH, 20, 16)}
 
 
 def _series(config: Any) -> Batch:
@@ -189,7 +203,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "MossTranscribeDiarizeAudioModel": _features(),
     "MusicgenForCausalLM": _codes,
     "MusicgenMelodyForCausalLM": _codes,
-    "NeuCodecModel": lambda config: {"input_values": rnd(BATCH, 1, 320), "input_features": rnd(BATCH, 20, 16)},
+    "NeuCodecModel": _wave_and_features,
     "PeAudioEncoder": _waveform,
     "PeAudioVideoEncoder": lambda config: {**_waveform(config), "pixel_values_videos": rnd(BATCH, 4, 3, 32, 32)},
     "PeVideoEncoder": lambda config: {"pixel_values_videos": rnd(BATCH, 4, 3, 32, 32)},
@@ -202,4 +216,6 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     },
     "TimeSeriesTransformerModel": _series,
     "TimesFm2_5Model": lambda config: {"past_values": rnd(BATCH, 64)},
+    "Wav2Vec2BertModel": _features(last=True),
+    "Xcodec2Model": _wave_and_features,
 }

@@ -188,6 +188,10 @@ What `fxckpt.plan` says of a training step, against what was then measured, for 
 Every variant runs in a process of its own, and they take turns; times are medians. Times that differ by less than
 {APART - 1:.0%} are not told apart.
 """
+NOTE = """\
+T5's compiled steps take longer than planned. Its attention adds a bias whose heads lie innermost, so Inductor's kernels of
+the softmax evaluate `exp` value by value and not in vectors; the rates of plans are those of vectors.
+"""
 SETTINGS_HEAD = (
     "| model | variant | saved, offloaded | peak planned | measured | ratio | time planned | measured | ratio "
     "| order of times |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -211,7 +215,7 @@ def page(settings: Mapping[str, Result], budgets: Mapping[str, Result], large: S
     lines = [HEAD]
     for text in dict.fromkeys(_measured_with(r) for r in (*settings.values(), *budgets.values())):
         lines.append(text)
-    lines += ["## Settings", "", *_errors(settings.values()), "", SETTINGS_HEAD]
+    lines += ["## Settings", "", *_errors(settings.values()), "", *([NOTE] if "t5" in settings else []), SETTINGS_HEAD]
     for name, result in settings.items():
         lines += settings_table(name, result)
     lines += ["", "## Budgets", "", *_kept(budgets.values()), "", BUDGETS_HEAD]

@@ -14,6 +14,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -599,7 +600,13 @@ def test_plain_calls_capture_what_depends_on_data() -> None:
     assert len(record.regions) == 4
 
 
-def failing_once(monkeypatch: pytest.MonkeyPatch, before: Callable[[nn.Module], None]) -> list[bool]:
+BY_DATA = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "a size that the data tell")
+PENDING = InternalTorchDynamoError("PendingUnbackedSymbolNotFound: Pending unbacked symbols {u2}")
+
+
+def failing_once(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[nn.Module], None], error: Exception = BY_DATA
+) -> list[bool]:
     """Let the first call of a compiled forward fail after `before(model)`; the list says how widely each captured."""
     tries: list[bool] = []
     real = call._compiled
@@ -611,7 +618,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, before: Callable[[nn.Module], 
             tries.append(torch._dynamo.config.capture_scalar_outputs)
             if len(tries) == 1:
                 before(state.model)
-                raise GuardOnDataDependentSymNode(sympy.Symbol("u0"), "a size that the data tell")
+                raise error
             return run(*args, **kwargs)
 
         return once
@@ -620,17 +627,30 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, before: Callable[[nn.Module], 
     return tries
 
 
-def test_what_cannot_be_captured_so_widely_is_captured_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [BY_DATA, PENDING], ids=lambda error: type(error).__name__)
+def test_what_cannot_be_captured_so_widely_is_captured_as_by_default(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """The second try finds the random state that the first one found."""
     make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))  # noqa: E731
     model, batch = stack(make)
     want = train_step(model, model, batch)
     model, batch = stack(make)
-    tries = failing_once(monkeypatch, lambda model: model(torch.rand(4, 8)).sum())
+    tries = failing_once(monkeypatch, lambda model: model(torch.rand(4, 8)).sum(), error)
     t = fxckpt.transform(model, layers=nn.Sequential)
     for _ in range(2):
         assert_same(train_step(t, model, batch), want)
     assert tries == [True, False, False]
+
+
+def test_a_wrong_call_does_not_narrow_later_captures() -> None:
+    model, batch = stack(ReadsData)
+    t = fxckpt.transform(model, layers=ReadsData, offload=True, verify=True)
+    with pytest.raises(fxckpt.CaptureError):
+        t(**{name: value[:, :-1] for name, value in batch.items()})
+    t(**batch)
+    (record,) = fxckpt.graphs(t)
+    assert len(record.regions) == 4
 
 
 def test_no_second_try_after_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> None:

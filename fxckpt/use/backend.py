@@ -48,13 +48,16 @@ class MarkingBackend:
     def __init__(self, state: State, inner: Callable[..., Any]) -> None:
         self._state = weakref.ref(state)  # Dynamo's caches outlive models: they must not keep one alive
         self.plain = inner is plain_backend
+        self._widely = self.plain and state.widely  # Dynamo breaks graphs elsewhere
         self.inner = torch_private.with_inductor_options(inner, INDUCTOR_OPTIONS)
         for name in ("compiler_name", "get_compiler_config", "reset"):  # what Dynamo asks of a backend, if it is there
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MarkingBackend) and other._state == self._state and other.inner == self.inner
+        if not isinstance(other, MarkingBackend):
+            return False
+        return (other._state, other.inner, other._widely) == (self._state, self.inner, self._widely)
 
     def __hash__(self) -> int:
         return hash((self._state, type(self.inner)))

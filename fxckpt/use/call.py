@@ -54,11 +54,35 @@ def call(
     with hf.switches_off(state.model) as taken_over:
         cached = taken_over and (replaced is None or hf.accepts(replaced, "use_cache"))
         kwargs = hf.without_cache(state.model, kwargs, cached)
-        state.calls += 1
-        state.store.begin_step()
-        captures, frames, start = state.captures, torch_private.frames_seen(), torch_private.next_sequence_number()
-        with calling(state.store):
-            out = _run(state, user, replaced or state.model.forward, args, kwargs)
+        return _step(state, user, replaced or state.model.forward, args, kwargs)
+
+
+def _step(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a step; where not all of it is captured so widely, anew with what Dynamo captures by default."""
+    again = snapshot(state.model) if user is PLAIN and state.widely else None
+    before = len(state.records)
+    try:
+        return _checked(state, user, forward, args, kwargs)
+    except CaptureError:
+        if again is None or not again():
+            raise
+        with state.lock:
+            del state.records[before:]
+        state.widely = False  # from now on, if that helps
+        try:
+            return _checked(state, user, forward, args, kwargs)
+        except Exception:
+            state.widely = True
+            raise
+
+
+def _checked(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a step, and check that what was to be rewritten is."""
+    state.calls += 1
+    state.store.begin_step()
+    captures, frames, start = state.captures, torch_private.frames_seen(), torch_private.next_sequence_number()
+    with calling(state.store):
+        out = _run(state, user, forward, args, kwargs)
     recorded = [t for t in _tensors(out) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= start]
     if recorded and (state.captures != captures or not state.found or torch_private.frames_seen() != frames):
         check_captured(state)
@@ -104,7 +128,6 @@ def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...
         )
     compiled = _compiled(state, forward, user)
     widely = user is PLAIN and state.widely
-    again = snapshot(state.model) if widely else None
     try:
         with torch_private.capturing(recurrent=state.recurrent, widely=widely, hooks=user is PLAIN):
             return compiled(*args, **kwargs)
@@ -117,9 +140,6 @@ def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...
         ours = torch_private.own_error(error, FxckptError)
         if ours is not None:
             raise ours from None  # Dynamo wraps what a backend raises
-        if again is not None and torch_private.depends_on_data(error) and again():
-            state.widely = False
-            return _run(state, user, forward, args, kwargs)
         if user is PLAIN and (torch_private.is_capture_failure(error) or torch_private.depends_on_data(error)):
             raise CaptureError(
                 f"fxckpt: Dynamo cannot capture this call of {type(state.model).__name__}, so its step cannot be "

@@ -189,8 +189,8 @@ Every variant runs in a process of its own, and they take turns; times are media
 {APART - 1:.0%} are not told apart.
 """
 NOTE = """\
-T5's compiled steps take longer than planned. Its attention adds a bias whose heads lie innermost, so Inductor's kernels of
-the softmax evaluate `exp` value by value and not in vectors; the rates of plans are those of vectors.
+T5's compiled steps take longer than planned. Its attention adds a bias whose heads lie innermost, so Inductor's kernels
+of the softmax evaluate `exp` value by value and not in vectors; the rates of plans are those of vectors.
 """
 SETTINGS_HEAD = (
     "| model | variant | saved, offloaded | peak planned | measured | ratio | time planned | measured | ratio "

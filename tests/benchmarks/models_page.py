@@ -14,7 +14,26 @@ OURS = ("plain", "offload", "compiled")
 EQUAL = {RUNS, BITWISE, AS_AOT, CLOSE}
 """What counts as equal numbers."""
 
-EXPLAINED: dict[str, str] = {}
+LOOPS = (
+    "Its layers loop over what a tensor tells, and Dynamo leaves such a loop to Python: a layer in parts cannot be "
+    "recomputed as a whole."
+)
+INFERENCE = "The file's only model runs without gradients."
+SHAPES = "Dynamo finds shapes that do not fit, without fxckpt, too."
+EXPLAINED: dict[str, str] = {
+    "autoformer": LOOPS,
+    "longcat_flash": LOOPS,
+    "openai_privacy_filter": LOOPS,
+    "step3p7": LOOPS,
+    "nystromformer": SHAPES,
+    "udop": SHAPES,
+    "edgetam_video": INFERENCE,
+    "sam2_video": INFERENCE,
+    "sam3_tracker_video": INFERENCE,
+    "esmfold2": "Diffusion layers run in the sampler alone, without gradients.",
+    "exaone4_5": "The file has a decoder layer that its models do not use.",
+    "layoutlmv2": "It needs detectron2.",
+}
 """Why an architecture is an exception, by its name."""
 
 HEAD = """\

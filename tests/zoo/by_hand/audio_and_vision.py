@@ -108,6 +108,7 @@ FIELDS: dict[str, Fields] = {
     "PocketTTSAudioTokenizerEncoderConfig": {**_CODEC, "latent_stride": 2, "latent_dim": 16},
     "PocketTTSConfig": {"flow_head_config": _FLOW},
     "Qwen2AudioEncoderConfig": _MELS,
+    "Qwen3ASREncoderConfig": {**_MELS, "n_window_infer": 100, "downsample_hidden_size": 8},
     "SEWConfig": _WAVE,
     "SEWDConfig": {**_WAVE, "position_buckets": 16},
     "SeamlessM4TConfig": {**_SEAMLESS, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
@@ -123,6 +124,8 @@ FIELDS: dict[str, Fields] = {
     "TimesFm2_5Config": {"patch_length": 8},
     "UniSpeechConfig": _WAVE,
     "UniSpeechSatConfig": _WAVE,
+    "VoxtralEncoderConfig": _MELS,
+    "VoxtralRealtimeEncoderConfig": _MELS,
     "Wav2Vec2BertConfig": _BERT,
     "Wav2Vec2Config": _WAVE,
     "Wav2Vec2ConformerConfig": _WAVE,
@@ -209,6 +212,10 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "PeVideoEncoder": lambda config: {"pixel_values_videos": rnd(BATCH, 4, 3, 32, 32)},
     "PocketTTSAudioTokenizerEncoderModel": _waveform,
     "Qwen2AudioEncoder": _features(),
+    "Qwen3ASREncoder": lambda config: {
+        "input_features": rnd(BATCH, 16, 200),
+        "input_features_mask": (torch.arange(200) < torch.tensor([[200], [130]])).long(),
+    },
     "SeamlessM4Tv2TextToUnitForConditionalGeneration": lambda config: {
         "inputs_embeds": rnd(BATCH, 6, HID),
         "char_input_ids": ids(s=12, vocab=64),
@@ -216,6 +223,9 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     },
     "TimeSeriesTransformerModel": _series,
     "TimesFm2_5Model": lambda config: {"past_values": rnd(BATCH, 64)},
+    "VoxtralEncoder": _features(),
+    "VoxtralRealtimeEncoder": _features(),
+    "VoxtralRealtimeTextModel": lambda config: {"input_ids": ids(), "t_cond": rnd(1, 1, HID)},
     "Wav2Vec2BertModel": _features(last=True),
     "Xcodec2Model": _wave_and_features,
 }

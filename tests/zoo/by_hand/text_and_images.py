@@ -274,6 +274,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "ZayaConfig": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid"], "router_hidden_size": 16},
+    "MiniCPMOcrVisionConfig": {"insert_layer_id": 0},
+    "MiniCPMV4_6VisionConfig": {"insert_layer_id": 0},
+    "MiniCPMV4_7VisionConfig": {"insert_layer_id": 0},
 }
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {"ChameleonModel": [{"swin_norm": True}]}

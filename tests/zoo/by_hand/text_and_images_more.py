@@ -41,6 +41,12 @@ def tower(*patch: int, lead: tuple[int, ...] = (), **more: Any) -> MakeBatch:
     return make
 
 
+def in_a_row(config: Any) -> Batch:
+    """Two images of four by four patches, one patch beside the other."""
+    sizes = torch.tensor([[4, 4]] * BATCH, dtype=torch.int32)
+    return {"pixel_values": rnd(1, 3, PATCH, PATCH * PATCHES * BATCH), "target_sizes": sizes}
+
+
 def pixels(size: int) -> MakeBatch:
     return lambda config: {"pixel_values": rnd(BATCH, 3, size, size)}
 
@@ -174,4 +180,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "UnlimitedOcrVisionModel": pixels(64),
     "VideoLlama3VisionModel": tower(PIXELS, merge_sizes=torch.tensor([2, 2])),
     "XCLIPVisionModel": pixels(32),
+    "MiniCPMOcrVisionModel": in_a_row,
+    "MiniCPMV4_6VisionModel": in_a_row,
+    "MiniCPMV4_7VisionModel": in_a_row,
 }

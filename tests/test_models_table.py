@@ -91,7 +91,7 @@ def test_every_architecture_trains_in_eager() -> None:
         held = frozenset[str]().union(*(p.layers for p in architecture.programs()))
         if held != {*architecture.layers}:
             short[architecture.name] = {*architecture.layers} - held
-    assert not short
+    assert short.keys() <= models_page.EXPLAINED.keys(), short
 
 
 def test_what_is_written_by_hand_is_of_classes_that_there_are() -> None:

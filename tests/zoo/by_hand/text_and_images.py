@@ -277,6 +277,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "MiniCPMOcrVisionConfig": {"insert_layer_id": 0},
     "MiniCPMV4_6VisionConfig": {"insert_layer_id": 0},
     "MiniCPMV4_7VisionConfig": {"insert_layer_id": 0},
+    "Kosmos2_5VisionConfig": {"patch_embed_hidden_size": 24, "max_num_patches": 32},
 }
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {"ChameleonModel": [{"swin_norm": True}]}

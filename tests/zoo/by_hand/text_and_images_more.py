@@ -73,12 +73,12 @@ def placed_patches(config: Any) -> Batch:
 
 
 def flattened_patches(config: Any) -> Batch:
+    """Each patch with its row and column before it."""
     places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, -1, -1)
-    patches = rnd(BATCH, PATCHES, config.vision_config.patch_embed_hidden_size)
+    patches = rnd(BATCH, PATCHES, config.patch_embed_hidden_size)
     return {
         "flattened_patches": torch.cat([places.float(), patches], dim=-1),
         "attention_mask": torch.ones(BATCH, PATCHES),
-        "decoder_input_ids": ids(s=12),
     }
 
 
@@ -171,7 +171,10 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "NeoMMEModel": words,
     "OneFormerModel": task,
     "PaddleOCRVisionModel": tower(3, PATCH, PATCH, lead=(1,)),
-    "Pix2StructForConditionalGeneration": flattened_patches,
+    "Pix2StructForConditionalGeneration": lambda config: {
+        **flattened_patches(config.vision_config),
+        "decoder_input_ids": ids(s=12),
+    },
     "Qwen2_5OmniAudioEncoder": mels,
     "Qwen3OmniMoeAudioEncoder": mels,
     "Qwen3OmniMoeCode2WavTransformerModel": embedded,
@@ -183,4 +186,5 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "MiniCPMOcrVisionModel": in_a_row,
     "MiniCPMV4_6VisionModel": in_a_row,
     "MiniCPMV4_7VisionModel": in_a_row,
+    "Kosmos2_5VisionModel": flattened_patches,
 }

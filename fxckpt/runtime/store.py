@@ -163,14 +163,18 @@ def reload(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -
         out = empty(handle, device, strides)
         fill(out, handle)
         return out
-    out = transfer.bring_back(Like(handle.size(), tuple(strides), handle.dtype, device))
+    out = transfer.bring_back(_like(handle, device, strides))
     transfer.bring_ahead()
     return out
 
 
 def empty(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -> torch.Tensor:
     """Memory on `device` for what `handle` stands for."""
-    return torch.empty_strided(handle.size(), strides, dtype=handle.dtype, device=device)
+    return _like(handle, device, strides).empty()
+
+
+def _like(handle: torch.Tensor, device: torch.device, strides: Sequence[int]) -> Like:
+    return Like(tuple(handle.size()), tuple(strides), handle.dtype, device)
 
 
 def wait_reload(out: torch.Tensor, handle: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Tiny models made from a class alone: a configuration shrunk by its fields, a batch by the signature of ``forward``.
 
-What the fields and the signature do not tell stands in ``by_hand.py``.
+What the fields and the signature do not tell stands in ``by_hand``.
 """
 
 from __future__ import annotations

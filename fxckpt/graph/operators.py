@@ -79,8 +79,12 @@ def draws_random(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The value `node` passes for its operator's argument `name`, its default, or None where there is no such one."""
-    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    """The value `node` passes for its operator's argument `name`, its default, or None where there is no such one.
+
+    Operators that call graphs (``cond``, ``scan``, the ones that set random states) declare none.
+    """
+    schema = getattr(node.target, "_schema", None)
+    for position, declared in enumerate(schema.arguments if schema is not None else ()):
         if declared.name == name:
             given = node.args[position] if position < len(node.args) else declared.default_value
             return node.kwargs.get(name, given)

@@ -16,14 +16,17 @@ from fxckpt.errors import CaptureError
 def fake_model(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters and buffers are fake, on the CPU; to be called with fake tensors on.
 
-    Real, fake and ``meta`` parameters will do. The model itself stays as it is.
+    Real, fake and ``meta`` parameters will do. The model itself stays as it is. So do tensors in plain attributes, such
+    as a table that a module keeps or the weight that the old ``weight_norm`` computes, which could not be copied.
 
     Raises:
         CaptureError: the model cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo.setdefault(id(tensor), fake_like(tensor))
+    for module in model.modules():
+        for value in pytree.tree_leaves(dict(vars(module))):  # parameters and buffers among them
+            if isinstance(value, torch.Tensor):
+                memo.setdefault(id(value), fake_like(value))
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

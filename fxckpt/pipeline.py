@@ -56,7 +56,7 @@ from fxckpt.rewrite.rematerialize import for_each_region, for_gradients
 from fxckpt.rewrite.schedule import start_recomputes, weights_first
 from fxckpt.rewrite.verify import verify_joint, verify_partition
 from fxckpt.rewrite.verify_transfers import Limits
-from fxckpt.torch_private import saving_least, taken_as_random
+from fxckpt.torch_private import code_on_demand, saving_least, snapshot, taken_as_random
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Dump = Callable[[str, str, "fx.GraphModule | None"], None]
@@ -178,7 +178,8 @@ def _tags(run: _Run) -> None:
 
 
 def _partition(run: _Run) -> None:
-    with taken_as_random(random_operators(run.joint.graph)), saving_least(run.spares):
+    random = random_operators(run.joint.graph)
+    with taken_as_random(random), saving_least(run.spares), code_on_demand():
         run.forward, run.backward = run.partition(run.joint, run.inputs, **run.kwargs)
 
 
@@ -219,7 +220,7 @@ def _overlap(run: _Run) -> None:
             return
         peak = max(G.bytes_alive(list(run.forward.graph.nodes), set(inputs)))
         if run.request.settings.verify:
-            in_turn = G.snapshot(run.backward).graph
+            in_turn = G.copy_graph(run.backward.graph)
             order_reloads(in_turn, offload.prefetch, names)
             run.ceiling = max(peak, *bytes_alive(in_turn, names))
         order_reloads(run.backward.graph, offload.prefetch, names, clock, peak)
@@ -253,7 +254,12 @@ PASSES: tuple[tuple[str, Callable[[_Run], None]], ...] = (
 
 
 def rewrite(
-    partition: Partition, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], request: Request
+    partition: Partition,
+    joint: fx.GraphModule,
+    inputs: Any,
+    kwargs: dict[str, Any],
+    request: Request,
+    captured: fx.GraphModule | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule, GraphRecord]:
     """Run all passes on a joint graph.
 
@@ -263,6 +269,7 @@ def rewrite(
         inputs: its inputs, for the partitioner.
         kwargs: the partitioner's options; ``num_fwd_outputs`` is among them.
         request: what is to be done.
+        captured: a copy of `joint` as it is, for the record, where there is one; else one is made.
 
     Returns:
         Forward graph, backward graph, and the record of what was done (with copies of both).
@@ -271,7 +278,7 @@ def rewrite(
         VerifyError: with ``verify=True``, a pass broke an invariant.
     """
     run = _Run(request, joint, inputs, dict(kwargs), partition)
-    before = G.snapshot(joint)
+    captured = captured or snapshot(joint)
     dump = partial(_dump, run)
     dump("captured")
     for name, step in PASSES:
@@ -285,9 +292,9 @@ def rewrite(
     run.forward.recompile()
     run.backward.recompile()
     record = GraphRecord(
-        G.snapshot(run.forward),
-        G.snapshot(run.backward),
-        before,
+        snapshot(run.forward),
+        snapshot(run.backward),
+        captured,
         tuple(run.regions),
         run.plan,
         run.num_forward_outputs,

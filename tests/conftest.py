@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else every new cache folder starts by compiling trials for 7 s
 
 
 def pytest_configure(config: pytest.Config) -> None:

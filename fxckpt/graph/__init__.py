@@ -49,12 +49,12 @@ from fxckpt.graph.storages import bytes_alive as bytes_alive
 from fxckpt.graph.storages import lifetimes as lifetimes
 from fxckpt.graph.storages import returned as returned
 from fxckpt.graph.storages import storage_of as storage_of
+from fxckpt.graph.structure import copy_graph as copy_graph
 from fxckpt.graph.structure import is_tangent as is_tangent
 from fxckpt.graph.structure import loosen_views as loosen_views
 from fxckpt.graph.structure import output_args as output_args
 from fxckpt.graph.structure import output_node as output_node
 from fxckpt.graph.structure import placeholders as placeholders
-from fxckpt.graph.structure import snapshot as snapshot
 from fxckpt.graph.structure import walk_inputs as walk_inputs
 from fxckpt.graph.views import is_getitem as is_getitem
 from fxckpt.graph.views import is_partial_view as is_partial_view

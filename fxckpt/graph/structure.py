@@ -30,14 +30,8 @@ def output_args(graph: fx.Graph) -> list[Any]:
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
 
-def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph module that later passes on the original do not change; parameters are shared."""
-    made = fx.GraphModule(gm, _copy_graph(gm.graph))
-    made.meta.update(gm.meta)
-    return made
-
-
-def _copy_graph(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph whose nodes have copies of all marks; their values are shared."""
     made = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     result = made.graph_copy(graph, mapping)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.config import Settings
 from fxckpt.errors import CaptureError, FxckptError
@@ -99,8 +98,8 @@ def _rewritten(model: nn.Module, joints: Sequence[Joint], settings: Settings) ->
     def run(joint: Joint) -> None:
         request = state.request(joint.capture, joint.compilation.root, joint.compilation.frame)
         state.captures += 1
-        graph, options = G.snapshot(joint.graph), dict(joint.options)
-        state.add(rewrite(joint.partition, graph, joint.inputs, options, request)[2])
+        graph, options = torch_private.snapshot(joint.graph), dict(joint.options)
+        state.add(rewrite(joint.partition, graph, joint.inputs, options, request, joint.graph)[2])
 
     for joint in joints:
         joint.context.again(partial(run, joint))

@@ -25,6 +25,7 @@ import fxckpt.runtime.ops  # noqa: F401  (registers the transfer operators)
 from fxckpt import graph as G
 from fxckpt.capture.regions import Region
 from fxckpt.record import GraphRecord
+from fxckpt.torch_private import snapshot
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def baseline_saved_bytes(record: GraphRecord) -> int:
     Counted as in :func:`held`. Takes as long as PyTorch's partitioner, at the first call for a record.
     """
     if record.joint not in _baselines:
-        copied = G.snapshot(record.joint)
+        copied = snapshot(record.joint)
         options = {**record.partition_options, "num_fwd_outputs": record.num_forward_outputs}
         with _fake_mode(copied.graph):
             forward, _ = min_cut_rematerialization_partition(copied, (), **options)

@@ -44,6 +44,7 @@ from fxckpt.torch_private.dynamo import (
     user_backend,
 )
 from fxckpt.torch_private.fake import NEEDS_DATA, fake_tensors, is_fake
+from fxckpt.torch_private.graph_modules import code_on_demand, snapshot
 from fxckpt.torch_private.inductor import (
     CANNOT_LOWER,
     Kernel,
@@ -75,6 +76,7 @@ __all__ = [
     "captured_graphs",
     "captured_root_module",
     "capturing",
+    "code_on_demand",
     "compile_frame",
     "copy_captured",
     "depends_on_data",
@@ -100,6 +102,7 @@ __all__ = [
     "schedules_alone",
     "set_activation_memory_budget",
     "set_eval_frame",
+    "snapshot",
     "taken_as_random",
     "user_backend",
     "wants_cuda_graphs",

@@ -27,6 +27,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxckpt.torch_private.dynamo import frame_evaluation_paused, source_name
+from fxckpt.torch_private.graph_modules import generate_code
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -184,7 +185,7 @@ def aot_backend(
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """`gm` as a function of ONE list of inputs, which it empties, so that each value is freed after its last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
-    gm.recompile()
+    generate_code(gm)
     forward = gm.forward
 
     def run(args: list[Any]) -> Any:

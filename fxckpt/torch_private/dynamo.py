@@ -27,6 +27,7 @@ from torch._guards import CompileContext, Guard, TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxckpt import graph
+from fxckpt.torch_private.graph_modules import snapshot
 from fxckpt.torch_private.ranks import buckets_too_small
 
 
@@ -303,7 +304,7 @@ def source_name(source: Any) -> str:
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph that Dynamo captured, which still says where in the model each input comes from."""
-    copied = graph.snapshot(gm)
+    copied = snapshot(gm)
     for old, new in zip(graph.placeholders(gm.graph), graph.placeholders(copied.graph), strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source

@@ -24,8 +24,8 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from fxckpt import graph as G
 from fxckpt.torch_private.aot import boxed
+from fxckpt.torch_private.graph_modules import snapshot
 
 CANNOT_LOWER = BackendCompilerFailed
 """What comes out of ``torch.compile`` where Inductor cannot lower a graph."""
@@ -138,7 +138,7 @@ def schedules_alone() -> Iterator[list[Schedule]]:
     compile_graph = compile_fx.fx_codegen_and_compile
 
     def compiled(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        run = boxed(G.snapshot(gm))  # lowering changes the graph
+        run = boxed(snapshot(gm))  # lowering changes the graph
 
         def generated(lowering: Any) -> Any:
             lowering.codegen()

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt import graph as G
 from fxckpt import torch_private
 from fxckpt.capture import marks
 from fxckpt.errors import CaptureError, UnsupportedError
@@ -31,12 +30,12 @@ def _on_joint_graph(gm: fx.GraphModule, capture: JointCapture) -> Any:
     request = state.request(capture, compilation.root, compilation.frame)
 
     def run(partition: Any, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        captured = None
         if state.joints is not None:
             context = torch_private.CaptureContext.now()
-            state.joints.append(
-                Joint(compilation, capture, context, partition, G.snapshot(joint), inputs, dict(kwargs))
-            )
-        forward, backward, record = rewrite(partition, joint, inputs, kwargs, request)
+            captured = torch_private.snapshot(joint)
+            state.joints.append(Joint(compilation, capture, context, partition, captured, inputs, dict(kwargs)))
+        forward, backward, record = rewrite(partition, joint, inputs, kwargs, request, captured)
         state.add(record)
         if compilation.inlined:
             _check_inlined(state, record)

@@ -590,14 +590,56 @@ class ReadsData(nn.Module):
         return x.index_add(0, rows, torch.tanh(self.a(x[rows])) / scale)
 
 
-def test_plain_calls_capture_what_depends_on_data() -> None:
-    model, batch = stack(ReadsData)
+class Routes(nn.Module):
+    """A block whose experts each take the rows that tensors tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.detach()[:, 0] > 0).long()
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(chosen == i)[0]
+            x = x.index_add(0, rows, torch.tanh(expert(x[rows])))
+        return x
+
+
+@pytest.mark.parametrize(("make", "backend"), [(ReadsData, None), (Routes, None), (Routes, "aot_eager")])
+def test_what_depends_on_data_is_captured(make: type[nn.Module], backend: str | None) -> None:
+    """Dynamo's default is to break the graph there, and to leave a loop that does so alone."""
+    model, batch = stack(make)
     want = train_step(model, model, batch)
-    model, batch = stack(ReadsData)
-    t = fxckpt.transform(model, layers=ReadsData, offload=True, verify=True)
-    assert_same(train_step(t, model, batch), want)
+    model, batch = stack(make)
+    t = fxckpt.transform(model, layers=make, offload=True, verify=True)
+    run = t if backend is None else torch.compile(t, backend=backend)
+    for _ in range(2):
+        assert_same(train_step(run, model, batch), want)
     (record,) = fxckpt.graphs(t)
     assert len(record.regions) == 4
+    assert not torch._dynamo.config.capture_dynamic_output_shape_ops
+
+
+class Loops(Routes):
+    """A block that takes its experts as a tensor tells."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.detach()[:, 0] > 0).long()
+        for i in torch.unique(chosen):
+            x = x + torch.tanh(self.experts[int(i)](x)) * (chosen == i)[:, None]
+        return x
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_cannot_be_captured_either_way_is_refused(backend: str | None) -> None:
+    model, batch = stack(Loops)
+    t = fxckpt.transform(model, layers=Loops)
+    run = t if backend is None else torch.compile(t, backend=backend)
+    for _ in range(2):
+        with pytest.raises(fxckpt.CaptureError, match=r"outside its graphs|was not captured by Dynamo"):
+            train_step(run, model, batch)
+    want = train_step(torch.compile(model, backend="aot_eager"), model, batch)
+    assert_close(want, train_step(model, model, batch))  # the original model goes its ordinary way
 
 
 BY_DATA = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "a size that the data tell")

@@ -24,9 +24,8 @@ CI = ["llama", "plain_buffer_block", "t5", "vit"]
 CI_CASES = [(name, 1 + i % 3, i % 2 == 0, False) for i, name in enumerate(CI)]
 ALL_CASES = [(name, *settings_of(name)[0]) for name in REGISTRY]  # a compile takes half a minute: one setting a model
 
-# Exceptions, told in docs/correctness.md. Layers that read numbers from tensors break the graph inside of themselves,
-# which is refused unless Dynamo is told to capture the numbers; told so, Inductor fails on X-MOD, also without fxckpt.
-READS_NUMBERS = {"deberta"}
+# Exceptions, told in docs/correctness.md. X-MOD's layers read numbers from tensors, and so break the graph inside of
+# themselves unless the numbers are captured; where they are, Inductor fails on it, also without fxckpt.
 REFUSED = {"xmod"}
 # torch.compile(model) leaves recurrent stacks to eager, dropout included, which draws other numbers than Inductor does
 # unless that is told to draw alike.
@@ -54,7 +53,7 @@ def compiled(name: str, dropout: bool, settings: tuple[int, bool] | None) -> Ste
         layers = boundary_layers(name, model)
         target = fxckpt.transform(model, every_n=every_n, offload=offload, layers=layers, verify=True)
     draws = torch._inductor.config.patch(fallback_random=name in LEFT_TO_EAGER)
-    with torch._dynamo.config.patch(capture_scalar_outputs=name in READS_NUMBERS), draws:
+    with draws:
         return train_step(torch.compile(target), model, batch)
 
 

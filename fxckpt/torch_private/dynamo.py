@@ -84,11 +84,13 @@ def compile_frame(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     recompile_limit: int | None = None,
+    afresh: bool = False,
 ) -> Callable[..., Any]:
     """`function` compiled by Dynamo with `backend`; `dynamic` as in ``torch.compile``.
 
     The result counts its recompilations for itself: several transforms of models of one class do not use up each
-    other's recompile limit.
+    other's recompile limit. With `afresh` Dynamo does not know either that it could not compile the function before:
+    it leaves alone what breaks a graph in a loop, under any configuration.
     """
     options: dict[str, Any] = {"nopython": fullgraph, "dynamic": dynamic}
     known = inspect.signature(_optimize).parameters
@@ -96,7 +98,9 @@ def compile_frame(
         options["recompile_limit"] = recompile_limit
     if "isolate_recompiles" in known:
         options["isolate_recompiles"] = True
-    elif isinstance(function, types.FunctionType):  # before torch 2.13: a code object of its own has a cache of its own
+    else:  # before torch 2.13: a code object of its own has a cache of its own
+        afresh = True
+    if afresh and isinstance(function, types.FunctionType):
         function = _with_own_code(function)
     compiled: Callable[..., Any] = torch._dynamo.optimize(backend, **options)(function)
     return compiled

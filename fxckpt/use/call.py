@@ -58,22 +58,32 @@ def call(
 
 
 def _step(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a step; where not all of it is captured so widely, anew with what Dynamo captures by default."""
-    again = snapshot(state.model) if user is PLAIN and state.widely else None
+    """Run a step; where not all of it is captured, anew as Dynamo does by default, or, where that was so, widely.
+
+    Calls outside ``torch.compile`` may try both at any time, others at the first step.
+    """
+    plain = user is PLAIN
+    width = state.plain_width if plain else state.compiled_width
+    again = snapshot(state.model) if width.is_open else None
     before = len(state.records)
     try:
-        return _checked(state, user, forward, args, kwargs)
-    except CaptureError:
+        out = _checked(state, user, forward, args, kwargs)
+        width.is_open = plain and width.is_open
+        return out
+    except CaptureError as error:
         if again is None or not again():
             raise
-        with state.lock:
-            del state.records[before:]
-        state.widely = False  # from now on, if that helps
-        try:
-            return _checked(state, user, forward, args, kwargs)
-        except Exception:
-            state.widely = True
+        failed = error.with_traceback(None)  # whose frames hold the step's tensors
+    with state.lock:
+        del state.records[before:]
+    width.widely, width.is_open = not width.widely, False  # from now on, if that helps
+    try:
+        return _checked(state, user, forward, args, kwargs)
+    except Exception:
+        width.widely, width.is_open = not width.widely, True
+        if plain:  # this one was by default
             raise
+    raise failed from failed.__cause__
 
 
 def _checked(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,9 +137,9 @@ def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...
             "'default', or call the original model."
         )
     compiled = _compiled(state, forward, user)
-    widely = user is PLAIN and state.widely
+    width = state.plain_width if user is PLAIN else state.compiled_width
     try:
-        with torch_private.capturing(recurrent=state.recurrent, widely=widely, hooks=user is PLAIN):
+        with torch_private.capturing(recurrent=state.recurrent, widely=width.widely, hooks=user is PLAIN):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(
@@ -179,8 +189,9 @@ def _compiled(state: State, forward: Forward, user: UserBackend) -> Forward:
         # After graph breaks a frame is compiled once for kept and once for recomputed layers.
         kinds = len(set(state.treatments().values()))
         limit = (user.recompile_limit or torch_private.recompile_limit()) * kinds
+        afresh = user is not PLAIN and state.compiled_width.widely
         found = state.compiled[key] = torch_private.compile_frame(
-            framed, backend, fullgraph=user.fullgraph, recompile_limit=limit
+            framed, backend, fullgraph=user.fullgraph, recompile_limit=limit, afresh=afresh
         )
     if function is forward:
         return found

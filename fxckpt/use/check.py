@@ -26,8 +26,8 @@ def check_captured(state: State) -> None:
     if not state.captures:
         raise CaptureError(
             f"fxckpt: a call of {name} with gradients was not captured by Dynamo, so nothing was rewritten. Is Dynamo "
-            "off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, torch.compiler.disable on forward)? Switch it on, or "
-            "call the original model."
+            "off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, torch.compiler.disable on forward)? Switch it on. Or "
+            "does it leave all of it alone (TORCH_LOGS=graph_breaks tells)? Then call the original model."
         )
     wanted = _wanted(state)
     found = {r.layer.name for record in state.records for r in record.regions}
@@ -93,9 +93,8 @@ def check_nothing_plain(state: State, outputs: Iterable[torch.Tensor], start: in
         raise CaptureError(
             "fxckpt: Dynamo ran a part of layers that were to be recomputed outside its graphs "
             f"({_some(sorted(plain))}); what it keeps would stay. torch.compiler.disable, a backward hook on a module "
-            "in the layer, or code that Dynamo cannot trace do this (TORCH_LOGS=graph_breaks tells which). Remove it, "
-            "or leave these layers out. Under torch.compile, numbers and shapes read from tensors do it too: set "
-            "capture_scalar_outputs and capture_dynamic_output_shape_ops in torch._dynamo.config."
+            "in the layer, or code that Dynamo cannot trace, such as a loop over what a tensor holds, do this "
+            "(TORCH_LOGS=graph_breaks tells which). Remove it, or leave these layers out."
         )
 
 

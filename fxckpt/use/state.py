@@ -29,6 +29,19 @@ from fxckpt.runtime.store import Store, shared
 from fxckpt.torch_private import CaptureContext, JointCapture, captured_function
 
 
+@dataclass
+class Width:
+    """How much of a call Dynamo captures: what it does by default, or more (``torch_private.capturing``).
+
+    Attributes:
+        widely: whether more.
+        is_open: whether the other of the two may be tried where this one fails.
+    """
+
+    widely: bool
+    is_open: bool = True
+
+
 @dataclass(eq=False)
 class State:
     """Of one transformed model.
@@ -43,7 +56,8 @@ class State:
         captures: joint graphs seen so far, rewritten or about to be.
         found: whether a call of a layer that is to be recomputed was seen in one of them.
         calls: calls of the model with gradients so far.
-        widely: whether calls outside ``torch.compile`` capture what Dynamo leaves out of graphs by default.
+        plain_width: of calls outside ``torch.compile``.
+        compiled_width: of calls under ``torch.compile``, which should have the graphs of the original model there.
         inlined: number of the last compilation that had the model inside somebody else's frame.
         store: its transfers.
         plan: what was chosen to keep the budget, from the first call on.
@@ -58,7 +72,8 @@ class State:
     captures: int = 0
     found: bool = False
     calls: int = 0
-    widely: bool = True
+    plain_width: Width = field(default_factory=lambda: Width(widely=True))
+    compiled_width: Width = field(default_factory=lambda: Width(widely=False))
     inlined: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
     plan: Plan | None = None
@@ -109,7 +124,7 @@ class State:
 
         So have those that a frame reaches in other ways, as by an argument; `reached` has all by how that is.
         """
-        parts = {"": root, **reached}
+        parts = {"": root} | {how: module for how, module in reached.items() if module is not root}
         texts = [f" {n}{self._pattern_text(m)}" for n, m in parts.items() if m is not None and m is not self.model]
         return self.key + "".join(texts)
 

@@ -13,9 +13,10 @@ KINDS = {
     "attention": re.compile(
         r"aten\._?scaled_dot_product_\w*attention\w*|aten\._(flash|efficient)_attention_forward|flex_attention"
     ),
-    "matmul": re.compile(r"aten\.(mm|addmm|bmm|baddbmm|_grouped_mm|_scaled_mm|convolution)"),
+    "matmul": re.compile(r"aten\.(mm|addmm|bmm|baddbmm|_scaled_mm|convolution)|\w+\._?grouped_mm\w*"),
 }
-"""Kinds of operators by name: fused attention kernels, and matrix products with convolutions."""
+"""Kinds of operators by name: fused attention kernels, and matrix products with convolutions. Libraries have grouped
+products of their own, as transformers has for experts in types that PyTorch's does not take."""
 
 
 def match(node: fx.Node, save: Iterable[str]) -> str | None:

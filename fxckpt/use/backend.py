@@ -48,8 +48,7 @@ class MarkingBackend:
     def __init__(self, state: State, inner: Callable[..., Any]) -> None:
         self._state = weakref.ref(state)  # Dynamo's caches outlive models: they must not keep one alive
         self.plain = inner is plain_backend
-        width = state.plain_width if self.plain else state.compiled_width
-        self._widely = width.widely  # Dynamo breaks graphs elsewhere
+        self._widely = state.width(self.plain).widely  # Dynamo breaks graphs elsewhere
         self.inner = torch_private.with_inductor_options(inner, INDUCTOR_OPTIONS)
         for name in ("compiler_name", "get_compiler_config", "reset"):  # what Dynamo asks of a backend, if it is there
             if hasattr(inner, name):

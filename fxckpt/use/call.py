@@ -63,7 +63,7 @@ def _step(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ..
     Calls outside ``torch.compile`` may try both at any time, others at the first step.
     """
     plain = user is PLAIN
-    width = state.plain_width if plain else state.compiled_width
+    width = state.width(plain)
     again = snapshot(state.model) if width.is_open else None
     before = len(state.records)
     try:
@@ -137,9 +137,9 @@ def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...
             "'default', or call the original model."
         )
     compiled = _compiled(state, forward, user)
-    width = state.plain_width if user is PLAIN else state.compiled_width
+    plain = user is PLAIN
     try:
-        with torch_private.capturing(recurrent=state.recurrent, widely=width.widely, hooks=user is PLAIN):
+        with torch_private.capturing(state.recurrent, widely=state.width(plain).widely, hooks=plain):
             return compiled(*args, **kwargs)
     except torch_private.RecompileLimit as error:
         raise CaptureError(
@@ -150,7 +150,7 @@ def _run(state: State, user: UserBackend, forward: Forward, args: tuple[Any, ...
         ours = torch_private.own_error(error, FxckptError)
         if ours is not None:
             raise ours from None  # Dynamo wraps what a backend raises
-        if user is PLAIN and (torch_private.is_capture_failure(error) or torch_private.depends_on_data(error)):
+        if plain and (torch_private.is_capture_failure(error) or torch_private.depends_on_data(error)):
             raise CaptureError(
                 f"fxckpt: Dynamo cannot capture this call of {type(state.model).__name__}, so its step cannot be "
                 "rewritten. Either the call is wrong, and fails on the original model too, or train the original "

@@ -88,6 +88,10 @@ class State:
         self.store = self._make_store()
         _by_number[self.number] = self
 
+    def width(self, plain: bool) -> Width:
+        """How widely calls outside ``torch.compile``, or under it, are captured."""
+        return self.plain_width if plain else self.compiled_width
+
     def _make_store(self) -> Store:
         offload = self.settings.offload
         return Store(checksum=self.settings.verify, prefetch=1 if offload is None else offload.prefetch)
